@@ -70,6 +70,11 @@ Array.from(document.querySelectorAll('input:not([type=hidden]), textarea'))
 """
 """The fields of forms that a screen reader cannot name."""
 
+WITHOUT_BUTTON = "Array.from(document.forms).filter(one => !one.querySelector('button')).map(one => one.action)"
+
+WINDOWS = ((390, False), (1_440, True))
+"""Their widths in pixels, and whether the user prefers dark colours."""
+
 
 @pytest.fixture
 def console(client: Client, tmp_path: Path) -> Iterator[ServiceProcess]:
@@ -142,19 +147,48 @@ def test_a_link_of_another_site_shows_its_page_and_a_form_of_one_changes_nothing
         press(browser, "form[action='/key/unpark'] button", "The key goes on.")
 
 
-def test_each_page_fits_its_window_and_has_enough_contrast(console: ServiceProcess, tmp_path: Path) -> None:
+def test_each_page_fits_its_window_has_contrast_and_labels_passes_axe_and_is_reached_by_tab(
+    console: ServiceProcess, tmp_path: Path
+) -> None:
+    axe = Axe()
     with Browser(f"{console.url}/", tmp_path / "profile") as browser:
+        await_login(browser)
+        assert violations(browser, axe) == {}
         log_in(browser, "admin")
         for path in PAGES:
             visit(browser, f"{console.url}{path}")
-            for width, dark in ((390, False), (1_440, True)):
-                browser.show(width=width, dark=dark)
-                assert browser.run("matchMedia('(prefers-color-scheme: dark)').matches") == dark
-                assert browser.run("window.innerWidth") == width
-                assert browser.run("document.documentElement.scrollWidth") <= width, path
-                assert browser.run(FAINT) == [], path
+            fits(browser, path)
             assert browser.run("getComputedStyle(document.querySelector('nav ul')).listStyleType") == "none", path
             assert browser.run(UNLABELLED) == [], path
+            assert browser.run(WITHOUT_BUTTON) == [], path
+            assert unreached(browser) == [], path
+            browser.run("document.querySelectorAll('details').forEach(one => { one.open = true }); 0")
+            assert violations(browser, axe) == {}, path
+        visit(browser, f"{console.url}/handler?name=none.none", shows="main")
+        assert violations(browser, axe) == {}, "a page that is not there"
+        visit(browser, f"{console.url}{PAGES[2]}")
+        press(browser, "form[action='/key/reset'] button", "Yes, do it")
+        assert violations(browser, axe) == {}, "a confirmation"
+
+
+def fits(browser: Browser, path: str) -> None:
+    """The page is no wider than its window, narrow or wide, and its text has enough contrast, light and dark."""
+    for width, dark in WINDOWS:
+        browser.show(width=width, dark=dark)
+        assert browser.run("matchMedia('(prefers-color-scheme: dark)').matches") == dark
+        assert browser.run("window.innerWidth") == width
+        assert browser.run("document.documentElement.scrollWidth") <= width, path
+        assert browser.run(FAINT) == [], path
+
+
+def violations(browser: Browser, axe: Axe) -> dict[str, object]:
+    """What axe finds on the page, light and dark."""
+    found: dict[str, object] = {}
+    for width, dark in WINDOWS:
+        browser.show(width=width, dark=dark)
+        if one := axe.violations(browser):
+            found["dark" if dark else "light"] = one
+    return found
 
 
 def test_the_keyboard_reaches_the_content_first_and_its_place_is_visible(
@@ -168,30 +202,6 @@ def test_the_keyboard_reaches_the_content_first_and_its_place_is_visible(
         assert browser.run("getComputedStyle(document.activeElement).outlineStyle") == "solid"
 
 
-def test_axe_finds_nothing_on_any_page_light_and_dark(console: ServiceProcess, tmp_path: Path) -> None:
-    axe = Axe()
-    found: dict[str, object] = {}
-
-    def check(page: str) -> None:
-        for dark in (False, True):
-            browser.show(width=1_440 if dark else 390, dark=dark)
-            if violations := axe.violations(browser):
-                found[f"{page}, {'dark' if dark else 'light'}"] = violations
-
-    with Browser(f"{console.url}/", tmp_path / "profile") as browser:
-        await_login(browser)
-        check("login")
-        log_in(browser, "admin")
-        for path in (*PAGES, "/handler?name=none.none"):
-            visit(browser, f"{console.url}{path}", shows="main")
-            browser.run("document.querySelectorAll('details').forEach(one => { one.open = true }); 0")
-            check(path)
-        visit(browser, f"{console.url}{PAGES[2]}")
-        press(browser, "form[action='/key/reset'] button", "Yes, do it")
-        check("confirmation")
-    assert found == {}
-
-
 def test_axe_finds_a_field_without_a_name_and_text_that_is_faint(console: ServiceProcess, tmp_path: Path) -> None:
     axe = Axe()
     with Browser(f"{console.url}/", tmp_path / "profile") as browser:
@@ -202,18 +212,6 @@ def test_axe_finds_a_field_without_a_name_and_text_that_is_faint(console: Servic
         browser.run("document.querySelector('h1').style.color = '#ccc'; 0")
         rules = {one.partition(":")[0] for one in axe.violations(browser)}
         assert rules == {"label", "color-contrast"}
-
-
-def test_tab_reaches_every_link_field_and_button_of_each_page(console: ServiceProcess, tmp_path: Path) -> None:
-    with Browser(f"{console.url}/", tmp_path / "profile") as browser:
-        log_in(browser, "admin")
-        for path in PAGES:
-            visit(browser, f"{console.url}{path}")
-            without_button = (
-                "Array.from(document.forms).filter(one => !one.querySelector('button')).map(one => one.action)"
-            )
-            assert browser.run(without_button) == [], path
-            assert unreached(browser) == [], path
 
 
 def test_an_operator_logs_in_and_unparks_a_key_by_keyboard(
