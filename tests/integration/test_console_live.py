@@ -33,8 +33,8 @@ from tests.support.accessibility import Axe
 from tests.support.browser import Browser
 from tests.support.command_stats import commands_run
 from tests.support.console_browsing import await_text, log_in, visit
+from tests.support.console_threads import ConsoleThread
 from tests.support.consoles import BASE, TOKENS, client_of, console, fill_with, write_tokens
-from tests.support.service_process import ServiceProcess
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.cli]
@@ -197,13 +197,13 @@ TALL = "document.body.style.minHeight = '5000px'; 0"
 
 
 @pytest.fixture
-def started(filled: Client, tmp_path: Path) -> Iterator[ServiceProcess]:
-    with ServiceProcess(("console", "--token-file", str(write_tokens(tmp_path))), (), filled.url) as process:
-        yield process
+def started(filled: Client, tmp_path: Path) -> Iterator[ConsoleThread]:
+    with ConsoleThread(filled.url, write_tokens(tmp_path)) as console:
+        yield console
 
 
 @pytest.fixture
-def browser(started: ServiceProcess, tmp_path: Path) -> Iterator[Browser]:
+def browser(started: ConsoleThread, tmp_path: Path) -> Iterator[Browser]:
     """A browser in which an operator has logged in, and which reports what the policy of a page forbids."""
     with Browser(f"{started.url}/", tmp_path / "profile") as opened:
         opened.command("Page.enable")
@@ -225,7 +225,7 @@ def entries_of(stream: str) -> str:
 
 
 def test_an_open_page_shows_a_message_that_was_published_since_and_its_policy_is_kept(
-    started: ServiceProcess, browser: Browser, filled: Client
+    started: ConsoleThread, browser: Browser, filled: Client
 ) -> None:
     visit(browser, f"{started.url}/streams")
     browser.run(
@@ -249,7 +249,7 @@ def test_an_open_page_shows_a_message_that_was_published_since_and_its_policy_is
 
 
 def test_a_renewal_leaves_a_form_in_use_the_focus_open_details_the_selection_and_the_scroll_position(
-    started: ServiceProcess, browser: Browser, filled: Client
+    started: ConsoleThread, browser: Browser, filled: Client
 ) -> None:
     visit(browser, f"{started.url}/handler?name=shop.pay")
     browser.run("window.opened = document.querySelector('details'); window.opened.open = true; 0")
@@ -273,7 +273,7 @@ def test_a_renewal_leaves_a_form_in_use_the_focus_open_details_the_selection_and
 
 
 def test_a_renewal_leaves_what_was_done_and_all_that_the_page_shows_beside_it(
-    started: ServiceProcess, browser: Browser, filled: Client
+    started: ConsoleThread, browser: Browser, filled: Client
 ) -> None:
     visit(browser, f"{started.url}/handler?name=shop.pay")
     browser.run("document.querySelector('form[action=\"/handler/resume\"] button').click(); 0")
@@ -288,7 +288,7 @@ def test_a_renewal_leaves_what_was_done_and_all_that_the_page_shows_beside_it(
 
 
 def test_an_open_page_of_a_key_shows_its_state_of_now_and_keeps_a_reason_that_is_half_written(
-    started: ServiceProcess, browser: Browser, filled: Client
+    started: ConsoleThread, browser: Browser, filled: Client
 ) -> None:
     visit(browser, f"{started.url}/key?handler=shop.pay&stream=orders&key=failing+{SECRET}")
     browser.run("document.getElementById('reason-orders').focus(); window.focused = document.activeElement; 0")
@@ -299,7 +299,7 @@ def test_an_open_page_of_a_key_shows_its_state_of_now_and_keeps_a_reason_that_is
 
 
 def test_an_open_audit_shows_a_new_action_above_the_others(
-    started: ServiceProcess, browser: Browser, filled: Client
+    started: ConsoleThread, browser: Browser, filled: Client
 ) -> None:
     visit(browser, f"{started.url}/audit")
     browser.run("window.known = document.querySelector('tbody tr'); 0")
@@ -311,7 +311,7 @@ def test_an_open_audit_shows_a_new_action_above_the_others(
 
 
 def test_dead_letters_that_are_ticked_stay_as_they_are_and_the_figures_around_them_do_not(
-    started: ServiceProcess, browser: Browser, filled: Client
+    started: ConsoleThread, browser: Browser, filled: Client
 ) -> None:
     visit(browser, f"{started.url}/letters?handler=shop.pay")
     visit(browser, browser.run("document.querySelector('tbody th a').href"))
@@ -328,17 +328,15 @@ def test_dead_letters_that_are_ticked_stay_as_they_are_and_the_figures_around_th
 
 
 def test_a_page_says_since_when_there_is_no_connection_and_goes_on_after_a_restart(
-    started: ServiceProcess, browser: Browser, filled: Client, tmp_path: Path
+    started: ConsoleThread, browser: Browser, filled: Client, tmp_path: Path
 ) -> None:
     visit(browser, f"{started.url}/streams")
     browser.run("window.loaded = 'once'; 0")
-    assert started.stop() == 0
+    started.stop()
     await_text(browser, "No connection to the console since 2")
     assert browser.run("getComputedStyle(document.getElementById('connection')).position") == "sticky"
     filled.execute("XADD", "orders", "*", "n", 1)
-    port = str(urlsplit(started.url).port)
-    command = ("console", "--token-file", str(tmp_path / "tokens"))
-    with ServiceProcess(command, ("--port", port), filled.url):
+    with ConsoleThread(filled.url, tmp_path / "tokens", port=urlsplit(started.url).port or 0):
         await_true(browser, f"{entries_of('orders')} === '5'")
         assert browser.run("document.getElementById('connection').textContent") == ""
         assert browser.run("window.loaded") == "once"
@@ -346,7 +344,7 @@ def test_a_page_says_since_when_there_is_no_connection_and_goes_on_after_a_resta
         await_text(browser, "reload the page to log in again")
 
 
-def test_axe_finds_nothing_on_a_page_without_a_connection(started: ServiceProcess, browser: Browser) -> None:
+def test_axe_finds_nothing_on_a_page_without_a_connection(started: ConsoleThread, browser: Browser) -> None:
     axe = Axe()
     visit(browser, f"{started.url}/streams")
     started.stop()
@@ -357,7 +355,7 @@ def test_axe_finds_nothing_on_a_page_without_a_connection(started: ServiceProces
 
 
 def test_a_page_asks_nothing_while_it_is_hidden_or_its_figures_are_held(
-    started: ServiceProcess, browser: Browser
+    started: ConsoleThread, browser: Browser
 ) -> None:
     visit(browser, f"{started.url}/")
     browser.run(
@@ -389,7 +387,7 @@ window.fetch = async (...request) => {
 
 
 def test_figures_that_arrive_after_they_were_held_do_not_change_the_page(
-    started: ServiceProcess, browser: Browser, filled: Client
+    started: ConsoleThread, browser: Browser, filled: Client
 ) -> None:
     visit(browser, f"{started.url}/streams")
     browser.run(HELD_BACK)
@@ -403,7 +401,7 @@ def test_figures_that_arrive_after_they_were_held_do_not_change_the_page(
 
 
 def test_an_answer_of_another_program_replaces_nothing_and_the_page_says_to_reload_it(
-    started: ServiceProcess, browser: Browser
+    started: ConsoleThread, browser: Browser
 ) -> None:
     visit(browser, f"{started.url}/streams")
     page = "<!DOCTYPE html><main><h1>Company login</h1></main>"

@@ -26,7 +26,7 @@ from millstream.redis_client import DEFAULT_URL
 from millstream.services.console.client_pool import ClientPool
 from millstream.services.console.display import Display
 from millstream.services.console.guard import CHALLENGE, Authorize, Guard, make_guard
-from millstream.services.console.live_reads import LIVE_MS, LiveReads
+from millstream.services.console.live_reads import LiveReads
 from millstream.services.console.login import MOST_FIELDS, FormSecret, form_of, login_routes, root_of, token_of
 from millstream.services.console.pages import Page, PageRequest, Shared
 from millstream.services.console.rendering import render
@@ -165,7 +165,7 @@ class _Endpoint:
             return bytes(view.body)
 
         if parts.guard.authorize is not None and parts.redact is not show_all:
-            body, kept_ms = await read(), LIVE_MS
+            body, kept_ms = await read(), parts.live.keep_ms
         else:
             query = tuple(sorted((name, one) for name, one in _query_of(request).items() if name not in _OF_ONE_VIEWER))
             body, kept_ms = await parts.live.get((root_of(request), self._page.path, query, viewer.level), read)
@@ -199,7 +199,7 @@ class _Endpoint:
                         form_token=form_token,
                         has_login=parts.guard.has_login,
                         now_ms=time.time() * 1000,
-                        is_live=self._page.is_live,
+                        live_ms=parts.live.keep_ms if self._page.is_live else None,
                         is_renewal=is_renewal,
                     )
                 )

@@ -23,7 +23,7 @@ class LiveReads(Generic[T]):
     """
 
     def __init__(self, *, keep_ms: float = LIVE_MS, clock: Clock = SYSTEM_CLOCK) -> None:
-        self._keep_ms = keep_ms
+        self.keep_ms = keep_ms
         self._clock = clock
         self._known: dict[Hashable, _Read[T]] = {}
 
@@ -33,7 +33,7 @@ class LiveReads(Generic[T]):
         self._known = {one: kept for one, kept in self._known.items() if not kept.is_over(now_ms)}
         known = self._known.get(name)
         if known is None:
-            known = self._known[name] = _Read(asyncio.ensure_future(read()), self._clock, self._keep_ms)
+            known = self._known[name] = _Read(asyncio.ensure_future(read()), self._clock, self.keep_ms)
             known.task.add_done_callback(partial(self._expire, name, known))
             while len(self._known) > _MOST_KEPT:
                 del self._known[next(iter(self._known))]
@@ -41,7 +41,7 @@ class LiveReads(Generic[T]):
         return value, max(0.0, known.until_ms - self._clock.monotonic_ms())
 
     def _expire(self, name: Hashable, read: "_Read[T]", task: "asyncio.Future[T]") -> None:
-        task.get_loop().call_later(self._keep_ms / 1000, self._drop, name, read)
+        task.get_loop().call_later(self.keep_ms / 1000, self._drop, name, read)
 
     def _drop(self, name: Hashable, read: "_Read[T]") -> None:
         """Forget a value that is too old, also if no request comes after it: it has what messages contain."""

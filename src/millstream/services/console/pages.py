@@ -19,7 +19,6 @@ from millstream.redis_client.escaping import unescape
 from millstream.redis_client.key_names import HandlerKeys, from_wire
 from millstream.services.console.client_pool import ClientPool
 from millstream.services.console.display import Display
-from millstream.services.console.live_reads import LIVE_MS
 from millstream.services.console.rendering import render
 from millstream.services.console.rights import Level, Viewer
 from millstream.services.console.sessions import address_signature
@@ -66,7 +65,8 @@ class PageRequest:
     * `form_token`: the token that each form of the page has to carry
     * `has_login`: whether the viewer can log out
     * `now_ms`: Unix milliseconds
-    * `is_live`: the page renews its figures while it is open; `is_renewal`: that is what this request does
+    * `live_ms`: how often the page renews its figures while it is open, in milliseconds; None for never;
+      `is_renewal`: that is what this request does
     * `clients`: the clients of the console, for what is read after the view has answered
     * `names`: the names of all streams
     """
@@ -84,7 +84,7 @@ class PageRequest:
     form_token: str
     has_login: bool
     now_ms: float
-    is_live: bool = False
+    live_ms: float | None = None
     is_renewal: bool = False
 
     def wanted(self, name: str) -> str:
@@ -151,7 +151,7 @@ class PageRequest:
     @property
     def renew_ms(self) -> float | None:
         """How often the open page renews its figures, in milliseconds; None for never."""
-        return LIVE_MS if self.is_live and self.refresh_s is None else None
+        return self.live_ms if self.refresh_s is None else None
 
     def audit(self, action: str, **about: str) -> AbstractContextManager[RunningAction]:
         """Record an action while it runs (AuditLog.action)."""
