@@ -242,7 +242,6 @@ class KeyCommitter(Committer):
             self._drop_lost(by_effects.pop(id(one)).lease)
         done: list[Delivery] = []
         letters: list[Sequence[Arg]] = []
-        avoided = 0
         for outcome in by_effects.values():
             assert outcome.effects is not None
             outcome.lease.in_flight_count -= len(outcome.done)
@@ -250,8 +249,9 @@ class KeyCommitter(Committer):
                 outcome.lease.committed_state = outcome.effects.state
             done += outcome.done
             letters += outcome.effects.dead_letters
-            if self._loop_metrics.has_backend:
-                avoided += outcome.effects.count_unblocked()
+        avoided = 0
+        if self._loop_metrics.has_backend:
+            avoided = sum(one.count_unblocked() for one in _effects(list(by_effects.values())))
         self._has_stored |= bool(done) and not allow_oom
         self._steps.failures.dead_lettered(letters)
         self._in_flight.remove(done)
