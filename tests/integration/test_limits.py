@@ -36,7 +36,7 @@ class Running:
     @contextmanager
     def one(self, message: Message) -> Iterator[None]:
         """A run of a message."""
-        tenant = message.text("tenant")
+        tenant = message.text("tenant") or ""
         with self._lock:
             self.began_ms[tenant].append(time.monotonic() * 1000)
             self.attempts[message.attempt] += 1
@@ -87,12 +87,12 @@ def test_no_more_messages_of_a_tenant_run_at_once_than_its_limit_on_all_workers_
 ) -> None:
     running = Running()
 
-    def plain(message: Message) -> dict[str, str]:
+    def plain(message: Message) -> dict[str, str | None]:
         with running.one(message):
             time.sleep(0.005)
         return {"n": message.text("n"), "key": message.text("key")}
 
-    async def coroutine(message: Message) -> dict[str, str]:
+    async def coroutine(message: Message) -> dict[str, str | None]:
         with running.one(message):
             await asyncio.sleep(0.005)
         return {"n": message.text("n"), "key": message.text("key")}
@@ -113,7 +113,7 @@ def test_no_more_messages_of_a_tenant_run_at_once_than_its_limit_on_all_workers_
 def test_a_tenant_at_its_limit_holds_up_no_other_tenant(client: Client) -> None:
     running, gate = Running(), threading.Event()
 
-    def handle(message: Message) -> dict[str, str]:
+    def handle(message: Message) -> dict[str, str | None]:
         with running.one(message):
             if message.text("tenant") == "a":
                 gate.wait(FAIL_SAFE_S)
@@ -134,7 +134,7 @@ def test_a_tenant_at_its_limit_holds_up_no_other_tenant(client: Client) -> None:
 def test_messages_of_a_tenant_begin_as_far_apart_as_its_rate_demands(client: Client) -> None:
     running = Running()
 
-    def handle(message: Message) -> dict[str, str]:
+    def handle(message: Message) -> dict[str, str | None]:
         with running.one(message):
             return {"n": message.text("n"), "key": message.text("key")}
 
@@ -163,7 +163,7 @@ def test_a_message_whose_cost_is_no_cost_is_a_dead_letter(client: Client, cost: 
 def test_a_retry_waits_for_a_permit_with_its_attempts(client: Client) -> None:
     running = Running()
 
-    def handle(message: Message) -> dict[str, str]:
+    def handle(message: Message) -> dict[str, str | None]:
         with running.one(message):
             if message.attempt < 3:
                 raise RuntimeError("again")
@@ -205,7 +205,7 @@ def test_a_handler_without_a_limit_of_messages_asks_for_no_permit(client: Client
 
 
 def limited(running: Running, **limit: Any) -> Handler:
-    def handle(message: Message, state: State) -> dict[str, str]:
+    def handle(message: Message, state: State) -> dict[str, str | None]:
         state["count"] = state.get("count", 0) + 1
         with running.one(message):
             return {"n": message.text("n"), "key": message.text("key")}
@@ -216,9 +216,10 @@ def limited(running: Running, **limit: Any) -> Handler:
 def batch_of(fixture: TaskFixture, *tenants: str, keys: int = 2) -> Any:
     rows = []
     for at, tenant in enumerate(tenants, 1):
-        fields = {"n": at, "key": f"{tenant}{at % keys}", "tenant": tenant}
-        fixture.client.execute("XADD", "in", f"{at}-0", *[part for item in fields.items() for part in item])
-        rows.append((at, fields["key"].encode(), fields))
+        key = f"{tenant}{at % keys}"
+        fields = {"n": at, "key": key, "tenant": tenant}
+        fixture.client.execute("XADD", "in", f"{at}-0", "n", at, "key", key, "tenant", tenant)
+        rows.append((at, key.encode(), fields))
     return fixture.rows(*rows)
 
 
