@@ -78,7 +78,8 @@ class App:
         * `limit`: a `Limit`: how many messages run at once, or begin in a period, for each value of a field; over all
           workers and Spark tasks together. `Limit(rate=...)` alone is `rate`. Needs a key otherwise. Default: none
         * `batch_size`, `batch_wait_ms`: for handlers of lists: most messages in a list, up to 1,000 (default 100), and
-          how long the first of them waits for more, in milliseconds up to 60,000 (default 0; not with a key)
+          how long the first of them waits for more, in milliseconds up to 60,000 (default 0); with a key, since it was
+          published
         * `partitions`: `streams` are bases, each created with so many partitions unless it exists already; None
           (default) for plain streams
         * `name`: its name in Redis, of its state, progress and dead letters; default: the function's

@@ -15,17 +15,19 @@ from tests.support.worker_processes import CLAIM_S, PrintFigures, RunningWorkers
 
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
 KILLS = 200 if SOAK else 4
+APPS = pytest.mark.parametrize("app", ["listed", pytest.param("gathered", id="gathered: lists that wait for more")])
 pytestmark = [pytest.mark.keys, pytest.mark.faults]
 
 
+@APPS
 def test_workers_that_are_killed_in_the_middle_of_lists_keep_every_key_in_order_and_lose_and_double_nothing(
-    fresh_client: Client, tmp_path: Path, print_figures: PrintFigures
+    fresh_client: Client, tmp_path: Path, print_figures: PrintFigures, app: str
 ) -> None:
     seed = random.SystemRandom().randrange(1 << 32)
     chance = random.Random(seed)
-    expectations = KeyedExpectations(fresh_client, tmp_path, app="listed")
+    expectations = KeyedExpectations(fresh_client, tmp_path, app=app)
     with (
-        RunningWorkers(fresh_client.url, tmp_path, "--stop-timeout", "2", app="listed", claim_s=CLAIM_S) as workers,
+        RunningWorkers(fresh_client.url, tmp_path, "--stop-timeout", "2", app=app, claim_s=CLAIM_S) as workers,
         watched(expectations) as watch,
     ):
         for number in range(KILLS):

@@ -111,7 +111,6 @@ MISTAKES: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] 
     (takes_unknown, ("a",), {}, "annotations cannot be read: name 'Missing'"),
     (takes_rest, ("a",), {}, "must be a plain parameter"),
     (takes_orders, ("a",), {"order": "stream"}, 'order="stream" runs one message at a time'),
-    (takes_orders, ("a",), {"key": "customer", "batch_wait_ms": 5}, "batch_wait_ms is for handlers without a key"),
     (takes_orders, ("a",), {"key": "k", "retry": Retry(then="cancel")}, "is for handlers of one message at a time"),
     (takes_orders_and_state, ("a",), {}, "takes a State but has no key"),
     (takes_orders_and_message, ("a",), {}, "takes lists and single values"),

@@ -151,6 +151,8 @@ class KeyedStream(ReliableStream):
         """The back-off of a key after its worker was lost with the lease; None: the next worker gets the key at once."""
         self.list_size = 1
         """How many entries of a key run together at most: any of them may have ended a worker that was lost with them."""
+        self.list_wait_ms = 0.0
+        """How long the first entry of a key waits, from its publication on, for `list_size` that run together."""
         self._enqueued_id: bytes | None = None
         self.entry_sizes = EntrySizes()
         self._reads_one = False
@@ -259,7 +261,8 @@ class KeyedStream(ReliableStream):
         return self._queue_of(entry_id, pairs)
 
     def _enqueue_args(self, after: bytes, queues: Sequence[Arg], max_pending: int) -> Sequence[Arg]:
-        return (self.token, self.group, after, max_pending, *queues)
+        full: Sequence[Arg] = ("full", self.list_size) if self.list_wait_ms else ()
+        return (self.token, self.group, after, max_pending, *full, *queues)
 
     # The steps of `enqueue_new`, for callers that pipeline many streams. If one fails, `enqueue_new` repeats it safely
 
@@ -347,7 +350,8 @@ class KeyedStream(ReliableStream):
         consumer = (self.token, self.group, self.consumer, self._incarnation)
         max_bytes, one_at_least = room
         limits = (queues, entries, run, int(with_state), max_bytes, self.entry_sizes.average, int(one_at_least))
-        return (*consumer, lease_ms, *limits, *self._loss_args)
+        wait: Sequence[Arg] = ("", self.list_wait_ms) if self.list_wait_ms else ()
+        return (*consumer, lease_ms, *limits, *self._loss_args, *wait)
 
     @property
     def _loss_args(self) -> Sequence[Arg]:

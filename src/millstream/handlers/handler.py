@@ -327,11 +327,6 @@ def _check_batches(where: str, in_batches: bool, options: Mapping[str, Any]) -> 
         )
     if in_batches and options.get("retry", Retry()).then == "cancel":
         raise ConfigError(f'{where}: Retry(then="cancel") is for handlers of one message at a time; take one message')
-    if options.get("batch_wait_ms") and options.get("key") is not None:
-        raise ConfigError(
-            f"{where}: batch_wait_ms is for handlers without a key; with one, a list has the messages of the key that "
-            "wait already"
-        )
     size, wait_ms = options.get("batch_size", 1), options.get("batch_wait_ms", 0)
     if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= _MAX_BATCH:
         raise ConfigError(f"{where}: batch_size must be a whole number from 1 to {_MAX_BATCH:,}")

@@ -502,6 +502,13 @@ KEYED_CASES: tuple[Case, ...] = (
         **_KEYED,
     ),
     Case(
+        name="key_lists_wait",
+        promise="so do lists that wait for more messages of their key; no message waits for ever",
+        function=key_lists,
+        options={**_KEYED_OPTIONS, "batch_size": 5, "batch_wait_ms": 200},
+        **_KEYED,
+    ),
+    Case(
         name="key_lists_parks",
         promise='with then="park" the message at which a list fails parks its key',
         function=parks_lists,

@@ -26,6 +26,7 @@ limited = App("limited")
 coroutine = App("coroutine")
 keyed = App("keyed")
 listed = App("listed")
+gathered = App("gathered")
 streamed = App("streamed")
 brittle = App("brittle")
 canceling = App("canceling")
@@ -146,6 +147,15 @@ strict.handler("in", name="work", into="out", retry=SHORT)(work)
 limited.handler("in", name="work", into="out", retry=SHORT, time_limit_ms=1_500)(work)
 keyed.handler("in", name="work", into="out", key="key", retry=Retry(attempts=6, delay_ms=20))(work_keyed)
 listed.handler("in", name="work", into="out", key="key", retry=Retry(attempts=6, delay_ms=20), batch_size=20)(work_list)
+gathered.handler(
+    "in",
+    name="work",
+    into="out",
+    key="key",
+    retry=Retry(attempts=6, delay_ms=20),
+    batch_size=20,
+    batch_wait_ms=300,
+)(work_list)
 brittle.handler("in", name="work", into="out", key="key", retry=SHORT)(work_keyed)
 canceling.handler(
     "in", name="work", into="out", key="key", retry=Retry(attempts=2, delay_ms=20, then="cancel"), breaker=None

@@ -97,7 +97,8 @@ class ByKey:
         stream.let_states_expire(handler.state_ttl_ms)
         stream.is_held = c.breaker.is_open
         stream.loss_retry = loss_retry(handler.retry)
-        stream.list_size = handler.batch_size if handler.in_batches else 1
+        if handler.in_batches:
+            stream.list_size, stream.list_wait_ms = handler.batch_size, handler.batch_wait_ms
         refusal_of = partial(c.steps.refusal_of, name)
         stream.may_enqueue = lambda entries, queues: c.breaker.may_enqueue(entries, queues, refusal_of)
         return stream

@@ -7,7 +7,8 @@
 --       10 most bytes of all entries   11 average bytes of an entry   12 '1' if one is wanted however large it is
 --       13 milliseconds that a queue waits after the first loss of a lease on its first entry (0 = not at all)
 --       14 factor of each further wait   15 longest wait in milliseconds   16 most entries that run together
---       17 most queues that the consumer may hold in all: for a master, in the name of a consumer
+--       17 most queues that the consumer may hold in all: for a master, in the name of a consumer; '' or absent = any
+--       18 milliseconds that the first entry of a queue waits for so many that run together; absent = not at all
 -- REPLY milliseconds until a queue may become ready by itself (-1 = none waits), ids that are gone from the stream,
 --       number of expired leases, size of the first entry that did not fit (0 = all did), then for each queue: name,
 --       lease token, state, how often a lease on its first entry expired, failed attempts on it (0 = it has only
@@ -18,7 +19,8 @@
 -- INVARIANTS  A queue is leased to one worker at a time, by the server's clock, and no two leases have the same token:
 --   its number grows, even if a failover has lost the last ones, and commit.lua checks it. Queues are leased round
 --   robin. An entry whose lease expired before may have killed its worker, so it is leased alone, and counted; and
---   not at once, as it might kill one worker after another while the others start.
+--   not at once, as it might kill one worker after another while the others start. A queue that waits for more entries
+--   backs off until its first one has waited; route.lua ends that once there are enough.
 
 -- include ids
 -- include key_queues
@@ -58,7 +60,7 @@ end
 -- hold for consumers are left to master/renew_leases.lua, which checks acknowledgements and liveness: the lease expired
 -- because no master ran, or Redis was unavailable.
 local delay_ms, factor, max_delay_ms = tonumber(ARGV[13]), tonumber(ARGV[14]), tonumber(ARGV[15])
-local together, most_held = tonumber(ARGV[16]), ARGV[17]
+local together, most_held, wait_for_more_ms = tonumber(ARGV[16]), ARGV[17] ~= '' and ARGV[17], tonumber(ARGV[18] or 0)
 local expired = most_held and {} or redis.call('ZRANGEBYSCORE', LEASES, '-inf', ms, 'LIMIT', 0, AT_ONCE)
 for i = #expired, 1, -1 do
   end_lost_lease(group, expired[i], longest, ms, delay_ms, factor, max_delay_ms, together)
@@ -165,6 +167,27 @@ local function lease_queue(name)
   count = count + #entries
 end
 
+local MOST_WAITING, waiting = 1000, {}
+
+-- Whether a queue waits for more entries that run together. The first one has waited since it was added to the stream,
+-- as its id says. One that failed, or whose lease expired, runs alone, and so does not wait.
+local function waits_for_more(name)
+  if wait_for_more_ms == 0 or string.sub(name, 1, 1) ~= 'k' then return false end
+  local head = redis.call('LINDEX', queue_of(name), '0')
+  if not head or redis.call('LLEN', queue_of(name)) >= together then return false end
+  local count_of = crash_counts_of(head)
+  if count_of[1] or count_of[2] or count_of[3] then return false end
+  local due = math.min(ms, tonumber(string.match(head, '^%d+'))) + wait_for_more_ms
+  if due <= ms then return false end
+  waiting[#waiting + 1] = {due, name}
+  return true
+end
+
+-- Whether the rest of this call would cut a list short that has waited for all of its entries.
+local function is_short_of_room()
+  return wait_for_more_ms > 0 and #leased > 0 and max_entries - count < together
+end
+
 -- Store who holds the queues, and until when, with one command for many; and load their states.
 local function store_leases(from, to)
   local owners, deadlines, fields, deadline = {}, {}, {}, string.format('%.0f', ms + lease_ms)
@@ -198,12 +221,14 @@ local function add_cancellations(from, to)
 end
 
 -- Queues are removed from the ready list at the end, together: if anything fails before, they are still ready.
-while #leased < max_queues and count < max_entries and #gone < MOST_GONE and unfit == 0 do
+while #leased < max_queues and count < max_entries and #gone < MOST_GONE and unfit == 0 and #waiting < MOST_WAITING
+  and not is_short_of_room() do
   local least = math.min(max_queues - #leased, math.ceil((max_entries - count) / longest))
   local names = redis.call('LRANGE', READY, used, used + least - 1)
   if #names == 0 then break end
   for _, name in ipairs(names) do
-    if #gone < MOST_GONE and unfit == 0 then lease_queue(name) end
+    if #gone >= MOST_GONE or unfit > 0 or is_short_of_room() then break end
+    if waits_for_more(name) then used = used + 1 else lease_queue(name) end
   end
 end
 local any_canceled = #leased > 0 and redis.call('EXISTS', CANCELED) == 1
@@ -212,13 +237,14 @@ for i = 1, #leased, MAX_UNPACK do
   store_leases(i, last)
   if any_canceled then add_cancellations(i, last) end
 end
+for _, one in ipairs(waiting) do redis.call('ZADD', BACKOFF, one[1], one[2]) end
 if used > 0 then redis.call('LTRIM', READY, used, -1) end
 if #leased > 0 then
   redis.call('HSET', KEYS[1], 'fence', string.format('%.0f', fence), 'clock', string.format('%.0f', ms))
 end
 if redis.call('LLEN', READY) == 0 then
   redis.call('UNLINK', NOTIFY) -- no worker needs to fetch
-elseif #leased >= max_queues or count >= max_entries or unfit > 0 then
+elseif #leased >= max_queues or count >= max_entries or unfit > 0 or wait_for_more_ms > 0 then
   notify_idle(1)
 end
 
@@ -230,4 +256,5 @@ for _, times in ipairs({LEASES, BACKOFF}) do
     if wait_ms < 0 or left < wait_ms then wait_ms = left end
   end
 end
+if #waiting >= MOST_WAITING then wait_ms = 0 end -- others may be ready behind them
 return {wait_ms, gone, #expired, unfit, unpack(leased)}

@@ -4,7 +4,7 @@
 -- KEYS  as in commit.lua
 -- ARGV  1 token: the workers' epoch   2 consumer group   3 id that the caller has read the stream after
 --       4 most entries that may be pending   5.. of each entry that it has read: id and queue name ('' = not for this
---       handler)
+--       handler). Before them, where queues wait for more entries: 'full', and how many a queue waits for at most
 -- REPLY number of entries that were processed, number of queues that became ready, number pending, id up to which all
 --       entries are enqueued now
 -- ERROR STALE when a newer run has taken over; NOGROUP when the group does not exist
@@ -41,7 +41,9 @@ end
 
 local processed, room = 0, most - pending
 local order, queues, ids = {}, {}, {}
-for i = 5, #ARGV, 2 do
+local first, full = 5, nil
+if ARGV[5] == 'full' then first, full = 7, tonumber(ARGV[6]) end
+for i = first, #ARGV, 2 do
   if #ids >= room then break end
   local id, name = ARGV[i], ARGV[i + 1]
   processed, last = processed + 1, id
@@ -56,13 +58,25 @@ for i = 5, #ARGV, 2 do
 end
 if processed == 0 then return {0, 0, pending, last} end
 
+-- Make a queue ready that waits for more entries, now that it has enough; not one that backs off after a failure.
+local function end_wait(name)
+  local head = redis.call('LRANGE', queue_of(name), '0', '0')[1]
+  local counts = redis.call('HMGET', KEYS[4], head, head .. 'f', head .. 'l')
+  if counts[1] or counts[2] or counts[3] then return false end
+  return redis.call('ZREM', BACKOFF, name) == 1 and make_ready(name)
+end
+
 local ready = 0
 for _, name in ipairs(order) do
   local some, length = queues[name], 0
   for i = 1, #some, MAX_UNPACK do
     length = redis.call('RPUSH', queue_of(name), unpack(some, i, math.min(i + MAX_UNPACK - 1, #some)))
   end
-  if length == #some and redis.call('HEXISTS', OWNERS, name) == 0 and make_ready(name) then ready = ready + 1 end
+  if length == #some and redis.call('HEXISTS', OWNERS, name) == 0 and make_ready(name) then
+    ready = ready + 1
+  elseif full and length >= full and end_wait(name) then
+    ready = ready + 1
+  end
 end
 assign_pending(group_name, WAITING, ids)
 local read = group['entries-read']
