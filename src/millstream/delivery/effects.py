@@ -1,6 +1,6 @@
 """Effects: one commit unit: the state, outputs, dead letters and progress of a run of messages."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -206,7 +206,8 @@ def chunk_by_size(some: Sequence[T], unit_of: Callable[[T], Unit]) -> Iterator[S
     A call that times out is like an outage of Redis for the caller, and would be repeated for ever.
     """
     begin = total = outputs = 0
-    for at, unit in enumerate(map(unit_of, some)):
+    units = [unit_of(one) for one in some]
+    for at, unit in enumerate(() if are_ids(units) else units):
         if isinstance(unit, bytes):
             continue
         if not unit.is_ack_only:  # most units have no effects, and there are many
@@ -219,20 +220,26 @@ def chunk_by_size(some: Sequence[T], unit_of: Callable[[T], Unit]) -> Iterator[S
         yield some[begin:]
 
 
-def split_bare(units: Iterable[U]) -> tuple[list[U], list[U]]:
+def split_bare(units: Sequence[U]) -> tuple[list[U], list[U]]:
     """Split the units into those whose only effect is that their message is done, in stream order, and the others.
 
     The same units always come in the same order: the replies of Redis number them.
     """
-    bare: list[U] = []
+    all_are_ids = are_ids(units)
+    bare: list[U] = list(units) if all_are_ids else []
     full: list[U] = []
-    for unit in units:
+    for unit in () if all_are_ids else units:
         (bare if isinstance(unit, bytes) or unit.is_bare else full).append(unit)
     keys = _sort_keys(last_ids_of(bare))
     return [bare[at] for at in sorted(range(len(bare)), key=keys.__getitem__)], full
 
 
-def last_ids_of(units: Iterable[Unit]) -> list[bytes]:
+def are_ids(units: Sequence[Unit]) -> bool:
+    """Return whether all of `units` are ids, as most are of a handler without outputs."""
+    return set(map(type, units)) <= {bytes}
+
+
+def last_ids_of(units: Sequence[Unit]) -> list[bytes]:
     """Return the last id that each unit covers."""
     return [one if isinstance(one, bytes) else one.last_id.encode() for one in units]
 

@@ -190,8 +190,9 @@ class InFlight:
             if known is not None and known is not delivery:
                 self._forget_suspect(known)
             by_ref[delivery.entry_ref] = delivery
-            self._dropped.discard(delivery)
-            self._bytes += delivery.size - (0 if known is None else known.size)
+            if self._dropped:
+                self._dropped.discard(delivery)
+            self._bytes += delivery.size if known is None else delivery.size - known.size
 
     def _remove(self, deliveries: Iterable[Delivery]) -> None:
         by_ref = self._by_ref

@@ -134,23 +134,19 @@ class ThreadRunner(_Start):
 
     def _run_next(self) -> bool:
         """Wait for a message; run it and its successors of the same key. False at the end. Holds none meanwhile."""
-        following = self._next_delivery()
-        if following is None:
+        delivery = self._next_delivery()
+        if delivery is None:
             return False
-        while following is not None:
-            following = self._run_one(following)
+        while delivery is not None:
+            while (starts := self._start(delivery)) is None:
+                self._in_flight.gate.wait()
+            if not starts:
+                break
+            outcome = self._run_message(delivery)
+            self._took_ms += delivery.attempt_ms
+            delivery = self._in_flight.complete(delivery, outcome)
         self._finished += 1
         return True
-
-    def _run_one(self, delivery: Delivery) -> Delivery | None:
-        """Run a message; return the next of its key."""
-        while (starts := self._start(delivery)) is None:
-            self._in_flight.gate.wait()
-        if not starts:
-            return None
-        outcome = self._run_message(delivery)
-        self._took_ms += delivery.attempt_ms
-        return self._in_flight.complete(delivery, outcome)
 
     def _next_delivery(self) -> Delivery | None:
         try:
