@@ -7,6 +7,7 @@ import pytest
 
 from millstream import Message, State
 from millstream.admin.key_queues import list_queues
+from millstream.delivery.keyed_stream import KeyedStream
 from millstream.model import EntryId
 from millstream.redis_client.client import Client
 from millstream.testing.invariants import check_invariants
@@ -123,5 +124,6 @@ def test_a_failing_message_is_split_off_and_nothing_waits_for_others_meanwhile(c
 def test_a_handler_without_a_wait_sends_the_same_calls_as_before(client: Client) -> None:
     with working(client, make(gather, key="key", batch_size=5)) as loop:
         (stream,) = eventually(lambda: list(loop._ordering.streams.values()))
+        assert isinstance(stream, KeyedStream)
         assert len(stream._lease_args(1, 1, 1, 1, False, (1, True))) == 16
         assert stream._enqueue_args(b"0-0", (b"1-0", b"ka"), 9)[4:] == (b"1-0", b"ka")

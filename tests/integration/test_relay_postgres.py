@@ -1,11 +1,14 @@
 """`millstream relay postgres` on a real PostgreSQL: each committed row is in the stream once, in order."""
 
+import json
 import os
 import re
 import signal
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from subprocess import run as run_program
 
@@ -16,6 +19,7 @@ from psycopg.conninfo import conninfo_to_dict
 from millstream.admin.acl import RoleName, acl_rule
 from millstream.errors import ConfigError, OutputError
 from millstream.producer.postgres_relay import SCHEMA, PostgresRelay
+from millstream.producer.session import Batch, ProducerSession
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import StreamKeys
 from tests.support.commandline import call, ended, environment, running
@@ -133,11 +137,77 @@ def test_a_database_that_has_lost_the_last_commits_loses_no_row(
     insert(database, '{"n": 2}')
     assert relay.move_batch() == 1
     assert numbers(client) == [1, 2]
+    # The deletion of a batch is lost, and the batch after it.
     database.execute("INSERT INTO outbox (message, relay_batch) VALUES ('{\"n\": 3}', 7)")
     database.execute("UPDATE outbox_relay SET batch = 7")
+    assert [relay.move_batch(), relay.move_batch()] == [1, 1]
+    assert numbers(client) == [1, 2, 3]
+    assert left(database) == 0
+
+
+def test_a_database_whose_clock_is_behind_the_last_batch_stops_the_relay_and_loses_no_row(
+    relay: PostgresRelay, database: psycopg.Connection, client: Client
+) -> None:
+    row = database.execute("SELECT token FROM outbox_relay").fetchone()
+    assert row is not None
+    later = Batch()
+    later.add((b"n",), [b"0"])
+    ahead = ProducerSession(client, "orders", token=row[0], patience_ms=0, sequence=2**52)
+    assert ahead.send(later)
+    insert(database, '{"n": 1}')
+    assert relay.move_batch() == 1
     with pytest.raises(ConfigError, match="delete the row of the relay's record"):
         relay.move_batch()
     assert left(database) == 1
+
+
+def test_relays_that_create_the_tables_at_once_all_start(server: str, client: Client) -> None:
+    def create(_: int) -> None:
+        with closing(PostgresRelay(client, "orders", database=server)) as relay:
+            relay.create_tables()
+
+    for _ in range(10):
+        with psycopg.connect(server, autocommit=True) as connection:
+            connection.execute("DROP TABLE IF EXISTS outbox, outbox_relay")
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(create, range(4)))
+
+
+def test_a_database_that_only_reads_is_waited_for(
+    relay: PostgresRelay, server: str, database: psycopg.Connection, client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = conninfo_to_dict(server)["dbname"]
+    database.execute(f'ALTER DATABASE "{name}" SET default_transaction_read_only = on')
+    stopping = threading.Event()
+    thread = threading.Thread(target=relay.run, args=(stopping,), kwargs={"poll_ms": 1})
+    try:
+        insert(database, '{"n": 1}')
+        thread.start()
+        eventually(lambda: "PostgreSQL is unavailable" in caplog.text)
+        database.execute(f'ALTER DATABASE "{name}" RESET default_transaction_read_only')
+        eventually(lambda: numbers(client) == [1])
+    finally:
+        database.execute(f'ALTER DATABASE "{name}" RESET default_transaction_read_only')
+        stopping.set()
+        thread.join()
+
+
+def test_a_relay_waits_ten_seconds_for_a_lock_and_holds_none_for_ever(
+    relay: PostgresRelay, server: str, database: psycopg.Connection, client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    insert(database, '{"n": 1}')
+    stopping = threading.Event()
+    thread = threading.Thread(target=relay.run, args=(stopping,), kwargs={"poll_ms": 1})
+    with psycopg.connect(server) as holder:
+        holder.execute("SELECT * FROM outbox_relay FOR UPDATE")
+        thread.start()
+        try:
+            eventually(lambda: "lock timeout" in caplog.text)
+            holder.rollback()
+            eventually(lambda: numbers(client) == [1])
+        finally:
+            stopping.set()
+            thread.join()
 
 
 def test_redis_keeps_the_number_of_the_last_batch_for_a_year(
@@ -175,7 +245,7 @@ def test_relays_at_once_publish_each_row_once(
     assert numbers(client) == list(range(1_000))
 
 
-@pytest.mark.parametrize("message", ["{}", '{"": 1}', '{"a": null}'])
+@pytest.mark.parametrize("message", ["{}", '{"": 1}', '{"a": null}', json.dumps({f"f{n}": 1 for n in range(4_000)})])
 def test_a_row_that_cannot_be_an_entry_stops_the_relay_until_it_is_deleted(
     message: str, relay: PostgresRelay, database: psycopg.Connection, client: Client
 ) -> None:
@@ -221,9 +291,10 @@ def test_a_table_needs_a_name(table: str, client: Client) -> None:
 
 
 def test_neither_a_wrong_nor_a_refused_connection_string_shows_its_password(client: Client, tmp_path: Path) -> None:
-    refused = call("--debug", "relay", "postgres", "s", "--database", "host=x sesame'", url=client.url)
-    assert refused.code == 2
-    assert "sesame" not in refused.out + refused.err
+    for wrong in ("host=x sesame'", "postgresql://me:open@sesame@127.0.0.1:1/shop"):
+        refused = call("--debug", "relay", "postgres", "s", "--database", wrong, url=client.url)
+        assert refused.code == 2
+        assert "sesame" not in refused.out + refused.err
     log = tmp_path / "log"
     given = ("--database", "postgresql://me:sesame@127.0.0.1:1/shop")
     with (

@@ -9,7 +9,8 @@ is the time at which it was given, in microseconds. So a PostgreSQL that has los
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +54,9 @@ INSERT INTO {record} (stream, token) VALUES (%s, %s) ON CONFLICT DO NOTHING
 _CLAIMED = """
 SELECT relay_batch, id, message::text FROM {table} WHERE relay_batch IS NOT NULL ORDER BY id
 """
+_NEW = """
+SELECT id FROM {table} WHERE relay_batch IS NULL ORDER BY id LIMIT 1
+"""
 _CLAIM = """
 WITH first AS (
     SELECT id, octet_length(message::text) AS size FROM {table} WHERE relay_batch IS NULL ORDER BY id LIMIT %s
@@ -67,8 +71,25 @@ SELECT greatest(batch + 1, (extract(epoch FROM clock_timestamp()) * 1000000)::bi
 _DELETE = """
 DELETE FROM {table} WHERE relay_batch = %s
 """
-_DEFAULTS = {"connect_timeout": 10, "tcp_user_timeout": 30_000, "application_name": "millstream relay"}
+_SET_LOCAL = """
+SET LOCAL lock_timeout = '10s'; SET LOCAL idle_in_transaction_session_timeout = '30s'
+"""
+"""A relay whose machine is gone holds a lock no longer, and one that waits for a lock says so, and can be stopped."""
+_DEFAULTS = {
+    "application_name": "millstream relay",
+    "client_encoding": "UTF8",
+    "connect_timeout": 10,
+    "keepalives_count": 3,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "target_session_attrs": "read-write",
+    "tcp_user_timeout": 30_000,
+}
+_UNAVAILABLE = (psycopg.OperationalError, psycopg.InterfaceError, psycopg.InternalError)
+"""Errors that pass: the last one is of a primary that has become a standby."""
+_REFUSED = (psycopg.ProgrammingError, psycopg.IntegrityError, psycopg.DataError, psycopg.NotSupportedError)
 _WAITS_MS = (100.0, 10_000.0)
+_LONGEST_NAME = 55
 _decode_message = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
@@ -101,13 +122,19 @@ class PostgresRelay:
             raise ConfigError(
                 "--database is not a connection string of PostgreSQL: write postgresql://user@host/name, or host=... dbname=..."
             ) from None
+        if "@" in str(self._database.get("host")):  # it is logged, and may be a part of the password
+            raise ConfigError("the password in --database has an @: write it as %40")
         self._connection: psycopg.Connection[Any] | None = None
+        self._renumbered: int | None = None
         self.rows = 0
         """Rows that were moved."""
 
     def create_tables(self) -> None:
         """Create the tables that do not exist."""
-        self._execute(SCHEMA)
+        with self._transaction():
+            # Of two that create a table at once, one would fail, though it is to be created only if it does not exist.
+            self._execute("SELECT pg_advisory_xact_lock(hashtext('millstream relay'))")
+            self._execute(SCHEMA)
 
     def close(self) -> None:
         """Close the connection to PostgreSQL."""
@@ -131,7 +158,7 @@ class PostgresRelay:
                         self._prepare(create_tables=create_tables)
                         is_prepared = True
                     moved = self._move_or_wait(stopping)
-                except (psycopg.OperationalError, psycopg.InterfaceError) as error:
+                except _UNAVAILABLE as error:
                     self.close()
                     wait_ms = backoff.next_ms()
                     logger.warning("PostgreSQL is unavailable: %s; retrying in %.1f s", _line(error), wait_ms / 1000)
@@ -152,12 +179,12 @@ class PostgresRelay:
             return 0
         batch = Batch()
         for row_id, message in found.rows:
-            names_and_values = self._encode(row_id, message)
-            batch.add(tuple(names_and_values[::2]), names_and_values[1::2])
-        if not self._session(found.batch).send(batch):
-            self._check_overtaken(found.batch)
-        self._execute(_DELETE, found.batch)
-        self.rows += len(found.rows)
+            self._add(batch, row_id, message)
+        if not self._session(found.batch).send(batch) and self._is_lost(found.batch):
+            self._renumber(found.batch)
+            return len(found.rows)
+        with self._transaction():
+            self.rows += self._execute(_DELETE, found.batch).rowcount
         return len(found.rows)
 
     def _move_or_wait(self, stopping: threading.Event) -> int:
@@ -181,7 +208,7 @@ class PostgresRelay:
             )
 
     def _session(self, batch: int) -> ProducerSession:
-        (token,) = self._one("SELECT token FROM {record}")
+        (token,) = self._one("SELECT token FROM {record} WHERE stream = %s", self._stream)
         return ProducerSession(
             self._client,
             self._stream,
@@ -191,14 +218,29 @@ class PostgresRelay:
             sequence=batch - 1,
         )
 
-    def _check_overtaken(self, batch: int) -> None:
-        """Redis has a later batch: raise ConfigError unless another relay has published it."""
+    def _is_lost(self, batch: int) -> bool:
+        """Redis has a later batch: return False if another relay has published this one and that one.
+
+        Else PostgreSQL has lost its last commits. Raises ConfigError if its clock is behind, too.
+        """
         (last,) = self._one("SELECT batch FROM {record}")
-        if last <= batch:
+        if last > batch:
+            return False
+        if batch == self._renumbered:
             raise ConfigError(
                 f"Redis has a later batch of {self._table} than PostgreSQL, whose clock was set back: delete the row of "
                 "the relay's record, and start the relay again"
             )
+        return True
+
+    def _renumber(self, batch: int) -> None:
+        """Give a batch that Redis skips a new number: whether its rows are in the stream is not known."""
+        logger.warning("%s: PostgreSQL has lost its last commits; publishing a batch of rows again", self._table)
+        with self._transaction():
+            (number,) = self._one(_NEXT)
+            self._execute("UPDATE {table} SET relay_batch = %s WHERE relay_batch = %s", number, batch)
+            self._execute("UPDATE {record} SET batch = %s", number)
+        self._renumbered = number
 
     def _claimed(self) -> _Rows | None:
         """The batch that has its number already, and may be published; None if there is none."""
@@ -207,9 +249,9 @@ class PostgresRelay:
 
     def _claim(self) -> _Rows | None:
         """Give the next number to the first rows without one; None if there are none."""
-        if not self._one("SELECT EXISTS (SELECT FROM {table} WHERE relay_batch IS NULL)")[0]:
+        if self._execute(_NEW).fetchone() is None:
             return None
-        with self._connect().transaction() as transaction:
+        with self._transaction() as transaction:
             # The lock of this row lets one relay at a time give a number, and only while no row has one.
             (batch,) = self._one(_NEXT)
             if found := self._claimed():
@@ -220,19 +262,26 @@ class PostgresRelay:
             return self._claimed()
         return None
 
-    def _encode(self, row_id: int, message: str) -> list[bytes]:
-        """The fields of a row: texts as they are, anything else as JSON. Raises OutputError."""
+    def _add(self, batch: Batch, row_id: int, message: str) -> None:
+        """Add the fields of a row: texts as they are, anything else as JSON. Raises OutputError."""
         fields: dict[str, object] = {}
         try:
             for name, value in _decode_message(message).items():
                 text = bytes(value)
                 fields[name] = msgspec.json.decode(text) if text[:1] in b'"n' else text  # a text, or null
-            return encode_output(fields)
+            names_and_values = encode_output(fields)
+            batch.add(tuple(names_and_values[::2]), names_and_values[1::2])
         except (OutputError, msgspec.MsgspecError) as error:
             raise OutputError(f"the row {row_id} of {self._table}: {error}; correct or delete it") from error
 
-    def _one(self, statement: str) -> tuple[Any, ...]:
-        row = self._execute(statement).fetchone()
+    @contextmanager
+    def _transaction(self) -> Iterator[psycopg.Transaction]:
+        with self._connect().transaction() as transaction:
+            self._execute(_SET_LOCAL)
+            yield transaction
+
+    def _one(self, statement: str, *parameters: object) -> tuple[Any, ...]:
+        row = self._execute(statement, *parameters).fetchone()
         if row is None:
             raise ConfigError(f"the record of the relay of {self._table} was deleted: start the relay again")
         found: tuple[Any, ...] = row
@@ -244,7 +293,7 @@ class PostgresRelay:
             return self._connect().execute(query, parameters or None)
         except (psycopg.errors.UndefinedTable, psycopg.errors.UndefinedColumn) as error:
             raise ConfigError(f"{_line(error)}; --create-tables creates the tables") from error
-        except psycopg.errors.ProgrammingError as error:
+        except _REFUSED as error:
             raise ConfigError(f"PostgreSQL refuses the relay of {self._table}: {_line(error)}") from error
 
     def _connect(self) -> psycopg.Connection[Any]:
@@ -258,6 +307,8 @@ def _names_of(table: str) -> dict[str, sql.Identifier]:
     *schema, name = table.split(".")
     if len(schema) > 1 or not name or not all(schema):
         raise ConfigError(f"{table!r} is not a table: write NAME or SCHEMA.NAME")
+    if len(name.encode()) > _LONGEST_NAME:  # PostgreSQL would cut the names that are made of it
+        raise ConfigError(f"the table's name {name} is too long: it may have {_LONGEST_NAME} bytes")
     return {
         "table": sql.Identifier(*schema, name),
         "record": sql.Identifier(*schema, f"{name}_relay"),

@@ -69,8 +69,9 @@ class StreamNames:
             if known is not None and now_ms - known.began_ms >= max(_USABLE_MS, 2 * known.keep_ms):
                 known = None
             if running is None and (known is None or now_ms - known.began_ms >= known.keep_ms):
-                running = self._running = _Scan(self._most, self._keep_ms, self._clock)
+                running = _Scan(self._most, self._keep_ms, self._clock)
                 threading.Thread(target=self._scan, args=(running,), name="millstream-names", daemon=True).start()
+                self._running = running  # not before: a thread that cannot start would leave it here for ever
         if running is None:
             assert known is not None
             scan = known
@@ -90,7 +91,8 @@ class StreamNames:
         finally:
             with self._lock:
                 self._running = None
-                self._known = scan if scan.error is None else None
+                if scan.error is None:
+                    self._known = scan
             scan.ended.set()
 
 
