@@ -111,7 +111,7 @@ def test_the_version_is_printed() -> None:
         ("info",),
         ("tail", "s"),
         ("tail", "s", "--no-follow"),
-        ("publish", "s", "--format", "csv"),
+        ("publish", "s", "--format", "csv", "--wait", "0"),
         ("dlq", "list"),
         ("dlq", "show", "1-0"),
         ("dlq", "purge", "--all", "--yes"),

@@ -374,6 +374,19 @@ def test_publish_waits_for_a_redis_that_is_killed_and_comes_back(millstream_fres
         assert [int(pairs[1]) for pairs in entries(client)] == list(range(count))
 
 
+def test_publish_waits_for_a_redis_that_is_not_up_yet(millstream_fresh_server: EmbeddedServer, tmp_path: Path) -> None:
+    millstream_fresh_server.kill()
+    log = tmp_path / "log"
+    with (
+        log.open("wb") as errors,
+        running("publish", "s", "a=1", url=millstream_fresh_server.url, stderr=errors) as process,
+    ):
+        eventually(lambda: "publishing to s waits" in log.read_text(), log=log.read_text)
+        millstream_fresh_server.start()
+        assert ended(process).code == 0
+    assert millstream_fresh_server.call("XLEN", "s") == 1
+
+
 def test_a_publisher_gives_up_when_its_patience_is_over(millstream_fresh_server: EmbeddedServer) -> None:
     with Client(millstream_fresh_server.url) as client, Publisher(client, "s", patience_ms=300) as publisher:
         publisher.send([{"a": "1"}])

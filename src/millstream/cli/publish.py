@@ -20,6 +20,7 @@ from millstream.errors import ConfigError, DecodeError, MillstreamError
 from millstream.producer.bulk import Publisher
 from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
+from millstream.redis_client.escaping import escape
 from millstream.redis_client.formats import format_size, pluralize
 
 
@@ -90,9 +91,11 @@ def _fields_of(words: Sequence[str]) -> dict[bytes, bytes] | None:
     return parse_fields(words)
 
 
-def _open_publisher(client: Client, stream: str, **options: Any) -> Publisher:
-    client.execute("PING")  # fail at once if Redis is unavailable from the start; --wait is for later outages
-    return Publisher(client, stream, **options)
+def _open_publisher(client: Client, stream: str, *, patience_ms: float, **options: Any) -> Publisher:
+    # Before the first entry is read, which may come much later.
+    ping = partial(client.execute, "PING")
+    client.retry_while_unavailable(ping, what=f"publishing to {escape(stream)}", limit_ms=patience_ms)
+    return Publisher(client, stream, patience_ms=patience_ms, **options)
 
 
 def _publish_fields(opened: Callable[[], Publisher], fields: Mapping[bytes, bytes]) -> tuple[Publisher, int]:
