@@ -6,8 +6,9 @@ import select
 import selectors
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextvars import copy_context
+from functools import partial
 from queue import Empty
 from typing import Any
 
@@ -23,6 +24,9 @@ from millstream.worker.loop_metrics import LoopMetrics
 from millstream.worker.running.runner import _Start
 
 GATE_POLL_S = 0.01
+PERMIT_THREAD = "millstream-permit"
+"""Name of the threads that take and return permits."""
+_PERMIT_THREADS = 2
 _FD_SETSIZE = 1024
 
 
@@ -53,6 +57,8 @@ class AsyncRunner(_Start):
         self._main_task: asyncio.Task[None] | None = None
         self._tasks: dict[int, asyncio.Task[Any]] = {}
         self._context = copy_context()
+        # Not the loop's own threads: a handler may keep all of those busy, and the permits that it holds with them.
+        self._permit_threads = ThreadPoolExecutor(_PERMIT_THREADS, thread_name_prefix=PERMIT_THREAD)
 
     def run(self) -> None:
         """See Runner."""
@@ -75,6 +81,7 @@ class AsyncRunner(_Start):
                 loop.run_until_complete(asyncio.wait((task,)))
             loop.run_until_complete(loop.shutdown_asyncgens())
             loop.close()
+            self._permit_threads.shutdown(wait=False)
 
     def notify(self) -> None:
         """See Runner. With no slot free, the next run that ends checks the buffer."""
@@ -202,10 +209,11 @@ class AsyncRunner(_Start):
         if self._permits is None:
             return await self._steps.run_async(message, state)
         # In threads, so that the loop does not wait for Redis: the other runs go on.
-        permit = await asyncio.to_thread(self._permits.take, delivery, message)
+        in_thread = partial(asyncio.get_running_loop().run_in_executor, self._permit_threads)
+        permit = await in_thread(self._permits.take, delivery, message)
         if not isinstance(permit, Share):
             return permit
         try:
             return await self._steps.run_async(message, state)
         finally:
-            await asyncio.to_thread(self._permits.give_back, delivery, permit)
+            await in_thread(self._permits.give_back, delivery, permit)
