@@ -64,7 +64,8 @@ class Delivery:
     * `isolated_by`: the isolation mark under which this process runs it in isolation; "" if it does not
     * `attempt_ms`: duration of the last attempt
     * `lease`: for a handler with a key, the key lease under which it was claimed
-    * `has_waited`: it has waited for newer code, and no attempt has failed
+    * `has_waited`: it has waited for newer code or for its limit, and no attempt has failed
+    * `asks`: it asks for a permit, and its run begins after that
     """
 
     stream: "ReliableStream"
@@ -83,6 +84,7 @@ class Delivery:
     isolated_by: str = field(init=False, default="")
     attempt_ms: float = field(init=False, default=0.0)
     has_waited: bool = field(init=False, default=False)
+    asks: bool = field(init=False, default=False)
 
     entry_ref: tuple[str, bytes] = field(init=False)
     """Its stream and id."""

@@ -216,4 +216,5 @@ class AsyncRunner(_Start):
         try:
             return await self._steps.run_async(message, state)
         finally:
+            self._finish(delivery)
             await in_thread(self._permits.give_back, delivery, permit)

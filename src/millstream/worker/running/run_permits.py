@@ -2,11 +2,12 @@
 
 import logging
 
+from millstream.clock import Clock
 from millstream.delivery.keyed_stream import lease_of
 from millstream.delivery.permits import Permits
 from millstream.delivery.reliable_stream import Delivery
 from millstream.errors import DecodeError, OutOfMemory, StaleOwner, Unavailable
-from millstream.handlers.attempt import DeadLettered, RetryLater
+from millstream.handlers.attempt import DeadLettered, RetryLater, check_key
 from millstream.handlers.handler import Handler
 from millstream.handlers.limits import Share
 from millstream.model import Message
@@ -19,21 +20,36 @@ _RETRY_MS = 1_000.0
 class RunPermits:
     """Takes and returns the permits of one handler with a limit; any thread may call it. A call is one round trip."""
 
-    def __init__(self, permits: Permits) -> None:
+    def __init__(self, permits: Permits, handler: Handler, clock: Clock) -> None:
         self._permits = permits
+        self._handler = handler
+        self._clock = clock
 
     @classmethod
-    def of(cls, handler: Handler) -> "RunPermits | None":
+    def of(cls, handler: Handler, clock: Clock) -> "RunPermits | None":
         """Return those of a handler; None if it has no limit of single messages."""
         permits = Permits.of(handler)
-        return None if permits is None else cls(permits)
+        return None if permits is None else cls(permits, handler, clock)
 
     def take(self, delivery: Delivery, message: Message) -> Share | RetryLater | DeadLettered:
-        """Take a permit for a message; return its share if it may run, else the outcome of the message."""
+        """Take a permit for a message; return its share if it may run, else the outcome of the message.
+
+        Its run begins when this returns: the question counts for no time limit.
+        """
+        if (refusal := check_key(self._handler, message)) is not None:
+            return refusal
         try:
             share = self._permits.share_of(message)
         except DecodeError as error:
             return DeadLettered("undecodable", str(error))
+        delivery.asks = True
+        try:
+            return self._ask(delivery, message, share)
+        finally:
+            delivery.state_since_ms = self._clock.monotonic_ms()
+            delivery.asks = False
+
+    def _ask(self, delivery: Delivery, message: Message, share: Share) -> Share | RetryLater:
         try:
             wait_ms = lease_of(delivery).stream.take_permit(delivery, self._permits, share)
         # Waits as if it was refused: the release of its lease is repeated until Redis answers, or raises the error.

@@ -49,7 +49,7 @@ class _Start:
         self._in_flight = in_flight
         self._loop_metrics = loop_metrics
         self._clock = clock
-        self._permits = RunPermits.of(steps.handler)
+        self._permits = RunPermits.of(steps.handler, clock)
 
     def _start(self, delivery: Delivery, *, ignore_gate: bool = False) -> bool | None:
         starts = self._in_flight.start(delivery, self._clock.monotonic_ms(), ignore_gate=ignore_gate)
@@ -78,5 +78,8 @@ class _Start:
         return ()
 
     def _finish(self, delivery: Delivery) -> None:
+        """Note that a run has ended. Only the first call counts: what comes after it is no part of the run."""
+        if delivery.finished:
+            return
         delivery.attempt_ms = self._clock.monotonic_ms() - delivery.state_since_ms
         delivery.finished = True

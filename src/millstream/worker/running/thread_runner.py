@@ -179,4 +179,5 @@ class ThreadRunner(_Start):
         try:
             return self._steps.run(message, state)
         finally:
+            self._finish(delivery)
             self._permits.give_back(delivery, permit)

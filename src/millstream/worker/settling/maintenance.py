@@ -113,7 +113,7 @@ class Maintenance(Generic[S]):
         """Renew, record progress, check time limits, and report figures, once."""
         self._renewer.release_surplus()
         unavailable = self._maintain_all()  # perhaps of one node only: the time limits hold all the same
-        self._loop_metrics.set_runs(self._in_flight.runs, self._clock.monotonic_ms())
+        self._loop_metrics.set_runs(self._begun_runs, self._clock.monotonic_ms())
         self._check_time_limits()
         self._report()
         if unavailable is not None:
@@ -220,12 +220,17 @@ class Maintenance(Generic[S]):
 
     # Runs and figures
 
+    @property
+    def _begun_runs(self) -> list[Delivery]:
+        """The runs that have not ended, but those that still ask for a permit."""
+        return [one for one in self._in_flight.runs if not one.asks]
+
     def _check_time_limits(self) -> None:
         handler = self._context.handler
         now_ms = self._clock.monotonic_ms()
         given_up: list[Delivery] = []
         try:
-            runs = self._in_flight.runs
+            runs = self._begun_runs
             self._hang_detector.check(runs, now_ms)
             for one in runs:
                 if now_ms - one.state_since_ms > handler.time_limit_ms + TIME_LIMIT_GRACE_MS:
