@@ -5,12 +5,15 @@ import threading
 import time
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from millstream import Limit, Message, Retry
 from millstream.delivery.keyed_stream import KeyedStream
 from millstream.redis_client.client import Client
+from millstream.spark.engine.rate_limit import RateLimit
 from millstream.worker.policy import TIME_LIMIT_GRACE_MS
+from tests.support.task_fixtures import Row, TaskFixture
 from tests.support.waiting import FAIL_SAFE_S, eventually
 from tests.support.workers import KEYS, KINDS, QUICK, dead, either, make, working
 
@@ -76,3 +79,51 @@ def test_a_call_about_a_permit_that_takes_longer_than_the_time_limit_of_the_hand
     assert asked.is_set()
     assert attempts == [1]
     assert dead(client) == []
+
+
+# --- Spark ---
+
+
+def batch_of(fixture: TaskFixture, count: int) -> pa.RecordBatch:
+    """Messages of one tenant, each of a key of its own."""
+    rows: list[Row] = []
+    for n in range(1, count + 1):
+        fields: dict[Any, Any] = {"n": n, "key": f"a{n}", "tenant": "a"}
+        fixture.client.execute("XADD", "in", f"{n}-0", *[part for item in fields.items() for part in item])
+        rows.append((n, f"a{n}".encode(), fields))
+    return fixture.rows(*rows)
+
+
+def test_an_async_message_on_spark_holds_a_permit_only_while_it_runs(client: Client) -> None:
+    fixture, held = TaskFixture(client), []
+
+    async def handle(message: Message) -> dict[str, str | None]:
+        if message.attempt == 1:
+            raise RuntimeError("again")
+        await asyncio.sleep(0.05)  # the back-off of the others ends meanwhile
+        held.append(client.execute("HLEN", KEYS.permits(b"a")))
+        return copy_of(message)
+
+    retry = Retry(attempts=2, delay_ms=1)
+    limit = Limit(per="tenant", at_once=9)
+    fixture.process(make(handle, key="key", limit=limit, concurrency=1, retry=retry), batch_of(fixture, 5))
+    assert sorted(fixture.outputs()) == [1, 2, 3, 4, 5]
+    assert held == [1] * 5
+    assert client.execute("HLEN", KEYS.permits(b"a")) == 0
+
+
+def test_a_message_that_its_limit_refuses_on_spark_takes_of_the_rate_of_its_handler_once(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fixture, admitted = TaskFixture(client), []
+    real_acquire = RateLimit.acquire
+
+    async def acquire(self: RateLimit, stream: str, count: int = 1) -> None:
+        admitted.append(count)
+        await real_acquire(self, stream, count)
+
+    monkeypatch.setattr(RateLimit, "acquire", acquire)
+    handler = make(copy_of, key="key", limit=Limit(per="tenant", rate="10/s"))
+    fixture.process(handler, batch_of(fixture, 4))
+    assert sorted(fixture.outputs()) == [1, 2, 3, 4]
+    assert admitted == [1] * 4

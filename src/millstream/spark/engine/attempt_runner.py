@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
 from millstream.handlers.attempt import (
@@ -48,11 +48,25 @@ class AttemptRunner:
         self._heartbeat = LoopHeartbeat(handler.time_limit_ms if handler.is_async else None)
         self._slots = asyncio.Semaphore(handler.concurrency)
 
-    async def run(self, message: Message, state: bytes) -> Outcome:
-        """Run one attempt on a message and return its outcome."""
+    async def run(
+        self,
+        message: Message,
+        state: bytes,
+        permitted: Callable[[], AbstractContextManager[Outcome | None]] = nullcontext,
+    ) -> Outcome:
+        """Run one attempt on a message and return its outcome.
+
+        `permitted`: entered right before the attempt, and left after it; its value is the outcome of a message that must
+        not run now, None if it may.
+        """
         if not self._handler.is_async:
-            return attempt_plain(self._handler, message, state, self._time_limit.guard)
-        return await self._run_in_task(attempt(self._handler, message, state))
+            with permitted() as refusal:
+                return refusal or attempt_plain(self._handler, message, state, self._time_limit.guard)
+        async with self._slots:
+            with permitted() as refusal:
+                if refusal is not None:
+                    return refusal
+                return await self._in_task(attempt(self._handler, message, state))
 
     async def run_batch(self, messages: Sequence[Message]) -> BatchOutcome:
         """Run one attempt on several messages together and return their outcomes."""
@@ -68,7 +82,10 @@ class AttemptRunner:
 
     async def _run_in_task(self, run: Coroutine[Any, Any, T]) -> T:
         async with self._slots:
-            outcome = await asyncio.create_task(run)
+            return await self._in_task(run)
+
+    async def _in_task(self, run: Coroutine[Any, Any, T]) -> T:
+        outcome = await asyncio.create_task(run)
         if (task := asyncio.current_task()) is not None and task.cancelling():
             raise asyncio.CancelledError  # a sibling failed: the whole Spark task fails, not this message
         return outcome

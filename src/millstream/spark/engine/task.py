@@ -9,6 +9,7 @@ reloads that key and continues from there. A key that backs off for long, or is 
 import asyncio
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import pyarrow as pa
 
@@ -40,7 +41,7 @@ from millstream.spark.engine.run_committer import RunCommitter
 from millstream.spark.engine.run_loader import RunLoader
 from millstream.spark.engine.task_breaker import TaskBreaker
 from millstream.spark.engine.task_metrics import COUNTERS, METRICS_SCHEMA, TaskMetrics
-from millstream.spark.engine.task_permits import TaskPermit, TaskPermits
+from millstream.spark.engine.task_permits import TaskPermits
 
 MAX_BACKOFF_MS = 1_000.0
 """Total back-off of one key that a batch waits out, in milliseconds; a key that needs longer is deferred."""
@@ -184,6 +185,7 @@ class PartitionTask:
             return canceled_outcome(run.cancellation.canceled_by)
         if run.attempt == 1 and run.entries[0].id > run.admitted_until:
             await self._rate_limit.acquire(run.stream)
+            run.admitted_until = run.entries[0].id  # a message that its limit refuses is admitted once
         refusal = check_key(self._handler, message)
         if refusal is not None:
             return refusal
@@ -194,13 +196,7 @@ class PartitionTask:
     async def _attempt(self, run: KeyRun, message: Message) -> Outcome:
         if self._permits is None:
             return await self._attempts.run(message, run.state)
-        permit = self._permits.take(run, message)
-        if not isinstance(permit, TaskPermit):
-            return permit
-        try:
-            return await self._attempts.run(message, run.state)
-        finally:
-            self._permits.give_back(permit)
+        return await self._attempts.run(message, run.state, partial(self._permits.permitted, run, message))
 
     async def _back_off(self, runs: Iterable[KeyRun], delay_ms: float, *, failed: bool = True) -> None:
         """Back off before the next attempt on the first message of each run; `failed`: the last one counts."""

@@ -1,13 +1,15 @@
 """TaskPermits: a task takes a permit of the handler's limit for each message before it runs, and returns it after."""
 
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
 from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.permits import Permits
 from millstream.errors import DecodeError
-from millstream.handlers.attempt import DeadLettered, RetryLater
+from millstream.handlers.attempt import DeadLettered, Outcome, RetryLater
 from millstream.handlers.handler import Handler
 from millstream.handlers.limits import Share
 from millstream.model import Message
@@ -36,6 +38,18 @@ class TaskPermits:
         """Return those of a task; None if the handler has no limit of single messages."""
         permits = Permits.of(handler)
         return None if permits is None else cls(permits, commit_store, call)
+
+    @contextmanager
+    def permitted(self, run: KeyRun, message: Message) -> Iterator[Outcome | None]:
+        """Hold a permit for the first message of a run within the block: None, or else the outcome of the message."""
+        permit = self.take(run, message)
+        if not isinstance(permit, TaskPermit):
+            yield permit
+            return
+        try:
+            yield None
+        finally:
+            self.give_back(permit)
 
     def take(self, run: KeyRun, message: Message) -> TaskPermit | RetryLater | DeadLettered:
         """Take a permit for the first message of a run; return it, or else the outcome of the message."""
