@@ -12,10 +12,11 @@ from millstream import Limit, Message, Retry
 from millstream.delivery.keyed_stream import KeyedStream
 from millstream.redis_client.client import Client
 from millstream.spark.engine.rate_limit import RateLimit
+from millstream.worker.fetching.rate_limit import RateLimiter
 from millstream.worker.policy import TIME_LIMIT_GRACE_MS
 from tests.support.task_fixtures import Row, TaskFixture
 from tests.support.waiting import FAIL_SAFE_S, eventually
-from tests.support.workers import KEYS, KINDS, QUICK, dead, either, make, working
+from tests.support.workers import KEYS, KINDS, QUICK, dead, either, make, pending, working
 
 pytestmark = [pytest.mark.worker, pytest.mark.keys]
 
@@ -79,6 +80,30 @@ def test_a_call_about_a_permit_that_takes_longer_than_the_time_limit_of_the_hand
     assert asked.is_set()
     assert attempts == [1]
     assert dead(client) == []
+
+
+def test_a_message_that_its_limit_refuses_takes_of_the_rate_of_its_handler_once(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    real_consume = RateLimiter.consume
+
+    def consume(self: RateLimiter, stream: str, count: int) -> None:
+        read.append(count)
+        real_consume(self, stream, count)
+
+    def handle(message: Message) -> dict[str, str | None]:
+        time.sleep(0.005)
+        return copy_of(message)
+
+    monkeypatch.setattr(RateLimiter, "consume", consume)
+    handler = make(handle, key="key", limit=Limit(per="tenant", at_once=1), rate=10_000)
+    publish(client, 40, "a", keys=8)
+    with working(client, handler, "w1"), working(client, handler, "w2"):
+        eventually(lambda: client.execute("XLEN", "out") == 40, "all outputs")
+        eventually(lambda: pending(client) == 0, "the last commit")
+    assert sum(read) == 40
+    assert client.execute("HLEN", KEYS.crashes) == 0, "a commit removes what the wait has left"
 
 
 # --- Spark ---

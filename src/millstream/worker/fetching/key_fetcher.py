@@ -37,12 +37,18 @@ class LeaseFetcher(Fetcher[KeyedStream]):
         return {
             "queues": queues,
             "entries": min(count, self._policy.batch),
-            "run": self._in_flight.slice_length,
+            "run": self._slice_length,
             "lease_ms": self._policy.claim_ms,
             "with_state": self._context.handler.wants_state,
             "max_bytes": self._in_flight.free_bytes // streams,
             "one_at_least": streams == 1 and self._in_flight.is_empty,
         }
+
+    @property
+    def _slice_length(self) -> int:
+        # The rate counts what is leased. Entries behind one that its limit refuses would be leased, and counted, again.
+        is_alone = self._context.handler.limit is not None and self._rate_limiter.is_active
+        return 1 if is_alone else self._in_flight.slice_length
 
     def _add_in_flight(self, stream: KeyedStream, leased: LeaseResult) -> int:
         new = 0

@@ -60,9 +60,14 @@ class RateLimiter:
         """True while a stream that was passed to `acquire` may not be read yet."""
         return self._last_due_ms > self._clock.monotonic_ms()
 
+    @property
+    def is_active(self) -> bool:
+        """True if a stream may have a rate."""
+        return self._rate is not None or bool(self._overrides)
+
     def consume(self, stream: str, count: int) -> None:
         """Note that `count` entries of a stream were read."""
-        if self._rate is not None or self._overrides:
+        if self.is_active:
             self._reserved[stream] -= count
 
     def _follow(self, stream: ReliableStream) -> None:

@@ -1,6 +1,6 @@
--- The failed attempts on the first entry of a key queue: their number ('f': '0' if it only waits for newer code), when
--- the first one failed ('s', Unix ms), and why the last one failed, or why it waits ('e': the error in one line, then the
--- traceback). KEYS as in commit.lua, `key_queues` first.
+-- The failed attempts on the first entry of a key queue: their number ('f': '0' if it has only waited, for newer code or
+-- for its limit), when the first one failed ('s', Unix ms), and why the last one failed, or why it waits ('e': the error
+-- in one line, then the traceback). KEYS as in commit.lua, `key_queues` first.
 local MOST_FIELDS = 15000
 
 local function store_failed_attempts(id, number, last_error)

@@ -38,6 +38,7 @@ for i = 3, #ARGV, 7 do
     local head = redis.call('LINDEX', queue_of(name), 0)
     if head then
       if failed ~= '' then store_failed_attempts(head, failed, last_error) end
+      if how == 'limit' then redis.call('HSETNX', KEYS[4], head .. 'f', 0) end -- it has waited, so it counts as read
       -- The process survived the run. If the entry was not begun, the isolation mark is of another run, which may have
       -- died of it.
       if how ~= 'return' then redis.call('HDEL', KEYS[4], head .. 'a') end
