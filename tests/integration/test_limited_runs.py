@@ -13,10 +13,11 @@ from millstream.delivery.keyed_stream import KeyedStream
 from millstream.redis_client.client import Client
 from millstream.spark.engine.rate_limit import RateLimit
 from millstream.worker.fetching.rate_limit import RateLimiter
+from millstream.worker.in_flight import InFlight
 from millstream.worker.policy import TIME_LIMIT_GRACE_MS
 from tests.support.task_fixtures import Row, TaskFixture
 from tests.support.waiting import FAIL_SAFE_S, eventually
-from tests.support.workers import KEYS, KINDS, QUICK, dead, either, make, pending, working
+from tests.support.workers import KEYS, KINDS, QUICK, dead, either, make, now_ms, pending, working
 
 pytestmark = [pytest.mark.worker, pytest.mark.keys]
 
@@ -104,6 +105,56 @@ def test_a_message_that_its_limit_refuses_takes_of_the_rate_of_its_handler_once(
         eventually(lambda: pending(client) == 0, "the last commit")
     assert sum(read) == 40
     assert client.execute("HLEN", KEYS.crashes) == 0, "a commit removes what the wait has left"
+
+
+def test_a_refused_message_counts_as_no_run(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    took_ms: list[float] = []
+    real_on_run_time = InFlight.on_run_time
+
+    def on_run_time(self: InFlight, run_ms: float) -> None:
+        took_ms.append(run_ms)
+        real_on_run_time(self, run_ms)
+
+    def handle(message: Message) -> dict[str, str | None]:
+        time.sleep(0.02)
+        return copy_of(message)
+
+    monkeypatch.setattr(InFlight, "on_run_time", on_run_time)
+    handler = make(handle, key="key", limit=Limit(per="tenant", at_once=1))
+    publish(client, 16, "a", keys=8)
+    with working(client, handler, "w1"), working(client, handler, "w2"):
+        eventually(lambda: client.execute("XLEN", "out") == 16, "all outputs")
+    assert min(took_ms) >= 20
+
+
+def test_a_suspect_that_waits_for_its_limit_keeps_no_other_message_from_beginning(client: Client) -> None:
+    gate, begun = threading.Event(), threading.Event()
+
+    def handle(message: Message) -> dict[str, str | None]:
+        if message.text("tenant") == "long":
+            begun.set()
+            gate.wait(FAIL_SAFE_S)
+        return copy_of(message)
+
+    handler = make(handle, key="key", limit=Limit(per="tenant", at_once=1))
+    holder = "another run 1-0"
+    client.execute("HSET", KEYS.permits(b"a"), holder, f"t{now_ms(client) + 3_600_000:.0f}")
+    publish(client, 1, "long")
+    with working(client, handler, "w1"):
+        eventually(begun.is_set, "the long run")
+        client.execute("HSET", KEYS.crashes, "9999999999999-0l", 5)  # so many workers have lost it
+        client.execute("XADD", "in", "9999999999999-0", "n", 0, "key", "a0", "tenant", "a")
+        eventually(lambda: client.execute("ZCARD", KEYS.limited(b"a")) == 1, "the refusal")
+        fields = ("n", 1, "key", "b0", "tenant", "b")
+        client.execute("XADD", "in", "*", *fields)
+        eventually(lambda: client.execute("XLEN", "out") == 1, "the other message")
+        gate.set()
+        client.execute("HDEL", KEYS.permits(b"a"), holder)
+        eventually(lambda: client.execute("XLEN", "out") == 3, "the suspect")
+        eventually(lambda: pending(client) == 0, "the last commit")
+    assert client.execute("HLEN", KEYS.permits(b"a")) == 0
+    assert client.execute("HLEN", KEYS.crashes) == 0
+    assert dead(client) == []
 
 
 # --- Spark ---

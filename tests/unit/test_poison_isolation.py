@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 
@@ -39,6 +40,9 @@ class Alone:
     def __init__(self, others: Sequence[InFlight]) -> None:
         self._others = others
         self.saw: list[bool] = []
+
+    def permitted(self, _: Delivery) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def run_isolated(self, _: Delivery) -> Outcome:
         self.saw.append(

@@ -150,8 +150,11 @@ class PoisonIsolation:
         if end is None:
             self._delay(delivery, _RECHECK_S * 1000)
         elif not end.died:
-            with self._process_isolation.lock:
-                self._run_isolated(delivery)
+            with self._process_isolation.lock, self._runner.permitted(delivery) as refusal:
+                if refusal is None:
+                    self._run_isolated(delivery)
+                else:
+                    self._in_flight.complete(delivery, refusal)
         elif deaths + 1 < crashes_allowed(self._handler.retry) + (not end.certain):
             delivery.stream.record_deaths(delivery, deaths + 1)
             wait_ms = self._handler.retry.delay_after(deaths + 1)

@@ -24,6 +24,7 @@ class RunPermits:
         self._permits = permits
         self._handler = handler
         self._clock = clock
+        self._reserved: dict[Delivery, Share] = {}
 
     @classmethod
     def of(cls, handler: Handler, clock: Clock) -> "RunPermits | None":
@@ -36,6 +37,8 @@ class RunPermits:
 
         Its run begins when this returns: the question counts for no time limit.
         """
+        if (reserved := self._reserved.pop(delivery, None)) is not None:
+            return reserved
         if (refusal := check_key(self._handler, message)) is not None:
             return refusal
         try:
@@ -48,6 +51,19 @@ class RunPermits:
         finally:
             delivery.state_since_ms = self._clock.monotonic_ms()
             delivery.asks = False
+
+    def reserve(self, delivery: Delivery, message: Message) -> RetryLater | DeadLettered | None:
+        """Take a permit for a message that runs later; return None if it may, else the outcome of the message."""
+        permit = self.take(delivery, message)
+        if not isinstance(permit, Share):
+            return permit
+        self._reserved[delivery] = permit
+        return None
+
+    def drop_reserved(self, delivery: Delivery) -> None:
+        """Return the reserved permit of a message that has not run after all."""
+        if (share := self._reserved.pop(delivery, None)) is not None:
+            self.give_back(delivery, share)
 
     def _ask(self, delivery: Delivery, message: Message, share: Share) -> Share | RetryLater:
         try:

@@ -5,7 +5,8 @@ counts against no other message.
 """
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -30,6 +31,12 @@ class Runner(Protocol):
 
     def run_isolated(self, delivery: Delivery) -> Outcome | None:
         """Run one message while nothing else runs; None if it must not run any more. Called from another thread."""
+
+    def permitted(self, delivery: Delivery) -> AbstractContextManager[Outcome | None]:
+        """Hold the permit of a message for its run within the block; the outcome of the message if its limit refuses it.
+
+        Called from another thread.
+        """
 
     def cancel_run(self, delivery: Delivery) -> None:
         """Cancel the run of one message, if that is possible; its outcome must be ignored."""
@@ -68,6 +75,19 @@ class _Start:
         for _ in started or ():
             self._loop_metrics.on_run_started()
         return started
+
+    @contextmanager
+    def permitted(self, delivery: Delivery) -> Iterator[Outcome | None]:
+        """See Runner."""
+        message = None if self._permits is None else self._steps.decode(delivery)
+        if self._permits is None or message is None or self._steps.canceled(delivery):
+            yield None
+            return
+        refusal = self._permits.reserve(delivery, message)
+        try:
+            yield refusal
+        finally:
+            self._permits.drop_reserved(delivery)
 
     def traceback_of_run(self, delivery: Delivery) -> TracebackType | None:
         """See Runner."""

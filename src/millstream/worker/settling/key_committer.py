@@ -77,9 +77,12 @@ class KeyCommitter(Committer):
 
     def settle(self, finished: Sequence[FinishedRun]) -> None:
         """Commit, retry, park or dead-letter each of these runs."""
-        self._observe_run_times(finished)
-        if finished:
-            self._in_flight.on_run_time(sum(deliveries[0].attempt_ms for deliveries, _ in finished) / len(finished))
+        ran = finished
+        if self._steps.handler.limit is not None:
+            ran = [(deliveries, outcome) for deliveries, outcome in finished if not _is_limited(outcome)]
+        self._observe_run_times(ran)
+        if ran:
+            self._in_flight.on_run_time(sum(deliveries[0].attempt_ms for deliveries, _ in ran) / len(ran))
         runs: dict[KeyLease, Runs] = defaultdict(list)
         for deliveries, outcome in finished:
             runs[lease_of(deliveries[0])] += (
@@ -280,6 +283,11 @@ class KeyCommitter(Committer):
 
     def _retry_postponed(self) -> None:
         self.settle(())
+
+
+def _is_limited(outcome: Outcome) -> bool:
+    """True if a message was refused a permit, and did not run."""
+    return isinstance(outcome, RetryLater) and outcome.limited is not None
 
 
 def _runs_of(deliveries: Sequence[Delivery], outcome: Outcome) -> Runs:
