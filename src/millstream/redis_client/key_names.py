@@ -312,7 +312,7 @@ class HandlerKeys:
         return f"{self.base}:limited:".encode() + value
 
     def free_at(self, value: bytes) -> bytes:
-        """String: when the rate lets the next message of a value begin, in Unix milliseconds."""
+        """Hash: when the rate lets the next message of a value begin (`at`), and what the last one took (`takes`), in ms."""
         return f"{self.base}:free-at:".encode() + value
 
     def forwarded(self, stream: str, entry_id: bytes) -> str:

@@ -2,16 +2,19 @@
 --
 -- Of each value, `permits` (hash) has the messages that run: the holder of the permit and when it ends, which is 't' and
 -- Unix milliseconds, or the name of the key queue that its worker has leased; `limited` (sorted set) the key queues that
--- wait for a permit, and from when on each may ask again, in Unix milliseconds; and `free-at` (string) from when on the
--- rate lets the next message run. All of them expire, so a value that has no messages costs nothing.
+-- wait for a permit, and from when on each may ask again, in Unix milliseconds; and `free-at` (hash) from when on the
+-- rate lets the next message run (`at`), how many milliseconds the last one took of it (`takes`), and when a
+-- key that waits may ask after all the others: `tail`, and `again` for those that have waited. All of them expire, so
+-- a value that has no messages costs nothing.
 -- include limited_queues
 local EXPECTED_MS, STAGGER_MS, LONGEST_WAIT_MS, STALE_MS = 1000, 10, 60000, 600000
+local CATCH_UP_MS = 100
 
 local function permits_of(value)
   return BASE .. 'permits:' .. value
 end
 
-local function free_at_of(value)
+local function rate_of(value)
   return BASE .. 'free-at:' .. value
 end
 

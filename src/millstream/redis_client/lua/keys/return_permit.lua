@@ -16,7 +16,7 @@ redis.call('HDEL', permits_of(value), ARGV[3])
 if redis.call('EXISTS', limited) == 0 then return 0 end
 
 local now = precise_now_ms()
-local due = math.ceil(math.max(now, tonumber(redis.call('GET', free_at_of(value)) or 0)))
+local due = math.ceil(math.max(now, tonumber(redis.call('HGET', rate_of(value), 'at') or 0)))
 local free = free_permits(value, ARGV[2], now)
 if due > now + 1 then free = math.min(free, 1) end -- the rate lets one begin at that time
 free = free - expected(value, now, due)

@@ -10,9 +10,10 @@
 -- ERROR STALE when a newer run has taken over
 --
 -- INVARIANTS  At most so many permits of a value are held at once, and messages of a value begin as far apart as the
---   rate demands (the generic cell rate algorithm, ITU-T I.371): an execution that asks too early, or that takes the place
---   of another one, is refused. Waiting only orders those that are refused, and times their next question. A call that is
---   repeated takes one permit; of the rate it may take twice as much.
+--   rate demands (the generic cell rate algorithm, ITU-T I.371; its tolerance is CATCH_UP_MS, for those that waited): an
+--   execution that asks too early, or that takes the place of another one, is refused. Waiting only orders those that
+--   are refused, and times their next question. A call that is repeated takes one permit; of the rate it may take twice
+--   as much.
 
 -- include ids
 -- include key_queues
@@ -26,36 +27,52 @@ local takes_ms, hold_ms = tonumber(ARGV[5]), tonumber(ARGV[9])
 local limited, permits = limited_by(value), permits_of(value)
 if redis.call('HEXISTS', permits, holder) == 1 then return 0 end
 
-local now = precise_now_ms()
-local free_at = takes_ms and tonumber(redis.call('GET', free_at_of(value)) or 0) or 0
-if free_at > now + tonumber(ARGV[6]) then free_at = now end -- the clock went back, or the rate was lower before
+local now, rate = precise_now_ms(), rate_of(value)
+local waited = redis.call('ZSCORE', limited, name)
+local queue = waited and 'again' or 'tail'
+local free_at, last_takes_ms, behind = 0, 0, 0
+if takes_ms then
+  local found = redis.call('HMGET', rate, 'at', 'takes', queue)
+  free_at, last_takes_ms, behind = tonumber(found[1] or 0), tonumber(found[2] or 0), tonumber(found[3] or 0)
+  -- The clock went back, or the rate was lower before.
+  if free_at > now + math.min(last_takes_ms, tonumber(ARGV[6])) then free_at = now end
+end
+
+local function store_rate(until_ms, ...)
+  redis.call('HSET', rate, ...)
+  local keep_ms = math.ceil(until_ms - now) + CATCH_UP_MS
+  if redis.call('PTTL', rate) < keep_ms then redis.call('PEXPIRE', rate, string.format('%.0f', keep_ms)) end
+end
 
 local at_once_free = free_permits(value, at_once, now)
 local free = free_at > now and 0 or at_once_free
 if takes_ms then free = math.min(free, 1) end
-if not redis.call('ZSCORE', limited, name) then free = free - expected(value, now, now) end
+if not waited then free = free - expected(value, now, now) end
+redis.call('ZREM', limited, name)
 
 if free >= 1 then
-  redis.call('ZREM', limited, name)
   if at_once ~= '' then
     redis.call('HSET', permits, holder, ARGV[8] == '1' and name or string.format('t%.0f', now + hold_ms))
     redis.call('PEXPIRE', permits, string.format('%.0f', hold_ms))
   end
   if takes_ms and takes_ms > 0 then
-    local at = now + takes_ms
-    redis.call('SET', free_at_of(value), string.format('%.3f', at), 'PX', string.format('%.0f', math.ceil(takes_ms)))
+    -- A key that waited asks a little late. The rate does not lose that time.
+    local at = math.max(free_at, waited and now - CATCH_UP_MS or now) + takes_ms
+    store_rate(at, 'at', string.format('%.3f', at), 'takes', string.format('%.3f', takes_ms))
   end
   return 0
 end
 
-redis.call('ZREM', limited, name)
 redis.call('ZREMRANGEBYSCORE', limited, '-inf', now - STALE_MS)
 local last = tonumber(redis.call('ZRANGE', limited, -1, -1, 'WITHSCORES')[2] or 0)
 local due = now + 1
-if takes_ms then due = math.max(due, free_at, last + takes_ms) end
+if takes_ms then due = math.max(due, free_at, last > 0 and behind or 0) end
 -- A permit that is returned wakes the first that wait. These times are for those that a dead worker does not return.
 if at_once_free < 1 then due = math.max(due, now + POLL_MS, last + STAGGER_MS) end
-due = math.ceil(math.min(due, now + LONGEST_WAIT_MS))
+due = math.min(due, now + LONGEST_WAIT_MS)
+-- The next one waits for what this one takes. One that has waited comes before those that ask for the first time.
+if takes_ms then store_rate(due + takes_ms, queue, string.format('%.3f', due + takes_ms)) end
+due = math.ceil(due)
 redis.call('ZADD', limited, due, name)
 redis.call('PEXPIRE', limited, STALE_MS)
 return math.ceil(due - now)
