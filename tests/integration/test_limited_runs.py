@@ -129,11 +129,12 @@ def test_a_refused_message_counts_as_no_run(client: Client, monkeypatch: pytest.
 
 def test_a_suspect_that_waits_for_its_limit_keeps_no_other_message_from_beginning(client: Client) -> None:
     gate, begun = threading.Event(), threading.Event()
+    waited: list[bool] = []
 
     def handle(message: Message) -> dict[str, str | None]:
         if message.text("tenant") == "long":
             begun.set()
-            gate.wait(FAIL_SAFE_S)
+            waited.append(gate.wait(FAIL_SAFE_S))
         return copy_of(message)
 
     handler = make(handle, key="key", limit=Limit(per="tenant", at_once=1))
@@ -152,6 +153,7 @@ def test_a_suspect_that_waits_for_its_limit_keeps_no_other_message_from_beginnin
         client.execute("HDEL", KEYS.permits(b"a"), holder)
         eventually(lambda: client.execute("XLEN", "out") == 3, "the suspect")
         eventually(lambda: pending(client) == 0, "the last commit")
+    assert waited == [True], "the others did not wait for the long run"
     assert client.execute("HLEN", KEYS.permits(b"a")) == 0
     assert client.execute("HLEN", KEYS.crashes) == 0
     assert dead(client) == []
