@@ -3,6 +3,7 @@
 import math
 import random
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -234,7 +235,7 @@ class Limit:
     @property
     def _parsed_rate(self) -> tuple[float, int]:
         if isinstance(self.rate, (int, float)) and not isinstance(self.rate, bool):
-            return self.rate, _PERIODS_MS["s"]
+            return min(self.rate, sys.float_info.max), _PERIODS_MS["s"]
         found = _RATE.fullmatch(self.rate) if isinstance(self.rate, str) else None
         if found is None:
             raise ConfigError(f'Limit: rate={self.rate!r} must be like "60/m", with s, m, h or d, or a number a second')

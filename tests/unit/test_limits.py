@@ -53,6 +53,7 @@ def problem(function: Any = take, **options: Any) -> str:
         ({"rate": "-1/s"}, "must be like"),
         ({"rate": True}, "must be like"),
         ({"rate": 0}, "at least 0.000001"),
+        ({"rate": 10**400}, "at least 0.000001"),
         ({"rate": float("inf")}, "at least 0.000001"),
         ({"rate": "0.01/d"}, "at least 0.000001"),
     ],
@@ -94,7 +95,7 @@ def test_a_message_takes_its_cost_of_the_rate_of_its_value() -> None:
     assert share_of(Limit(rate="10/s", cost="tokens"), pairs) == (b"", 250)
 
 
-@pytest.mark.parametrize("cost", [b"", b"x", b"-1", b"nan", b"inf", b"10.1", b"\xff"])
+@pytest.mark.parametrize("cost", [b"", b"x", b"-1", b"nan", b"inf", b"10.1", b"1_0", b"\xff"])
 def test_a_cost_that_is_none_is_refused(cost: bytes) -> None:
     with pytest.raises(DecodeError, match="from 0 to 10"):
         share_of(Limit(rate="10/s", cost="tokens"), [b"tokens", cost])

@@ -84,7 +84,7 @@ def _cost_of(name: str, most: float, pairs: Sequence[bytes]) -> float:
     if found is None:
         raise DecodeError(f"the message has no field {name!r}, the cost that the limit counts")
     try:
-        cost = float(found)
+        cost = math.nan if b"_" in found else float(found)  # Python's 1_000 is no number to others
     except ValueError:
         cost = math.nan
     if not 0 <= cost <= most:
