@@ -31,7 +31,7 @@ def copy_of(message: Message) -> dict[str, str | None]:
     return {"n": message.text("n"), "key": message.text("key")}
 
 
-def test_handlers_that_use_all_threads_of_their_loop_do_not_keep_permits_from_being_taken_and_returned(
+def test_handlers_that_use_all_threads_of_their_loop_hold_up_no_other_tenant(
     client: Client,
 ) -> None:
     blocked = threading.Event()
