@@ -15,7 +15,7 @@ from millstream.delivery.rate_override import RateOverride
 from millstream.handlers.handler import Handler
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import REDRIVE_FIELD
-from tests.support.task_fixtures import Item, Row, TaskFixture, only
+from tests.support.task_fixtures import Item, Row, TaskFixture, hanging_on, only
 
 pytestmark = [pytest.mark.spark]
 
@@ -126,19 +126,9 @@ def test_a_list_without_outputs_is_committed_message_by_message(bench: TaskFixtu
 def test_a_list_beyond_its_time_limit_is_split_and_only_its_cause_becomes_a_dead_letter(
     bench: TaskFixture, kind: str
 ) -> None:
-    def handle(items: list[Item]) -> list[dict[str, int]]:
-        if any(item.n == 3 for item in items):
-            time.sleep(ENDLESS_S)
-        return [{"n": item.n} for item in items]
-
-    async def handle_async(items: list[Item]) -> list[dict[str, int]]:
-        if any(item.n == 3 for item in items):
-            await asyncio.sleep(ENDLESS_S)
-        return [{"n": item.n} for item in items]
-
     # Many attempts, for the others too: a slow machine may hold up a message for longer than the time limit.
     options: dict[str, Any] = {"time_limit_ms": 100, "retry": Retry(attempts=10, delay_ms=1)}
-    handler = replace(listing(kind, [], **options), function=handle if kind == "plain" else handle_async)
+    handler = replace(listing(kind, [], **options), function=hanging_on(3, kind))
     bench.process(handler, bench.rows(*numbered(4)))
     assert sorted(bench.outputs()) == [1, 2, 4]
     assert [letter.id for letter in bench.dead()] == ["3-0"]

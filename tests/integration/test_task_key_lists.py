@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,7 +16,7 @@ from millstream.delivery.effects import Effects
 from millstream.handlers.handler import Handler
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import REDRIVE_FIELD, HandlerKeys
-from tests.support.task_fixtures import Item, Row, TaskFixture, only
+from tests.support.task_fixtures import Item, Row, TaskFixture, hanging_on, only
 
 pytestmark = [pytest.mark.spark, pytest.mark.keys]
 
@@ -151,7 +150,6 @@ def test_messages_without_a_key_are_lists_of_their_own_and_have_no_state(bench: 
 
 def test_a_list_that_another_execution_has_committed_in_part_runs_again_without_that_part(bench: TaskFixture) -> None:
     took: list[list[int]] = []
-    handler = listing("plain", took)
     rival = CommitStore(bench.client, app="app", handler="handle", token=bench.token, keyed=True)
 
     def handle(items: list[Item], state: State) -> list[dict[str, int]]:
@@ -174,21 +172,11 @@ def test_a_list_that_another_execution_has_committed_in_part_runs_again_without_
 def test_a_list_beyond_its_time_limit_is_split_and_only_its_cause_becomes_a_dead_letter(
     bench: TaskFixture, kind: str
 ) -> None:
-    def handle(items: list[Item]) -> list[dict[str, int]]:
-        if any(item.n == 3 for item in items):
-            time.sleep(ENDLESS_S)
-        return [{"n": item.n} for item in items]
-
-    async def handle_async(items: list[Item]) -> list[dict[str, int]]:
-        if any(item.n == 3 for item in items):
-            await asyncio.sleep(ENDLESS_S)
-        return [{"n": item.n} for item in items]
-
     # Many attempts, for the others too: a slow machine may hold up a message for longer than the time limit.
     options: dict[str, Any] = {"time_limit_ms": 100, "retry": Retry(attempts=10, delay_ms=1)}
-    function: Callable[..., Any] = handle if kind == "plain" else handle_async
     bench.process(
-        only(App("app"), function, name="handle", key="k", into="out", **options), bench.rows(*numbered(1, 2, 3, 4))
+        only(App("app"), hanging_on(3, kind), name="handle", key="k", into="out", **options),
+        bench.rows(*numbered(1, 2, 3, 4)),
     )
     assert bench.outputs() == [1, 2, 4]
     assert [letter.id for letter in bench.dead()] == ["3-0"]

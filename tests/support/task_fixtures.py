@@ -1,6 +1,7 @@
 """Fixtures for the engine's task: handlers, rows, and a runner for tasks and deferred jobs."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -31,11 +32,30 @@ QUEUE_SCHEMA = pa.schema([("stream", pa.string()), ("queue", pa.binary())])
 Row = tuple[int, bytes | None, dict[Any, Any]]
 
 
+_ENDLESS_S = 1e6
+
+
 @dataclass
 class Item:
     n: int
     fail: int = 0
     k: str | None = None
+
+
+def hanging_on(number: int, kind: str) -> Callable[..., Any]:
+    """The function of a handler of lists that hangs on a list with `number`. `kind`: plain or async."""
+
+    def handle(items: list[Item]) -> list[dict[str, int]]:
+        if any(item.n == number for item in items):
+            time.sleep(_ENDLESS_S)
+        return [{"n": item.n} for item in items]
+
+    async def handle_async(items: list[Item]) -> list[dict[str, int]]:
+        if any(item.n == number for item in items):
+            await asyncio.sleep(_ENDLESS_S)
+        return [{"n": item.n} for item in items]
+
+    return handle if kind == "plain" else handle_async
 
 
 class TaskFixture:

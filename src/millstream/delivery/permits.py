@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from millstream.delivery.commit_store import CommitStore
+from millstream.errors import DecodeError
+from millstream.handlers.attempt import DeadLettered, RetryLater
 from millstream.handlers.handler import Handler
 from millstream.handlers.limits import Share, share_of
 from millstream.model import Limit, Message
@@ -34,9 +36,17 @@ class Permits:
         """Return those of a handler; None if it has no limit of single messages."""
         return None if handler.limit is None else cls(handler.limit, handler.time_limit_ms + _GRACE_MS)
 
-    def share_of(self, message: Message) -> Share:
-        """Return what a message takes of the limit. Raises DecodeError if its cost is no cost."""
-        return share_of(self.limit, message.pairs)
+    def share_of(self, message: Message) -> Share | DeadLettered:
+        """Return what a message takes of the limit, or its outcome if its cost is no cost."""
+        try:
+            return share_of(self.limit, message.pairs)
+        except DecodeError as error:
+            return DeadLettered("undecodable", str(error))
+
+    @staticmethod
+    def refusal_of(share: Share, wait_ms: float) -> RetryLater:
+        """Return the outcome of a message that was refused its permit, and may ask again in `wait_ms` milliseconds."""
+        return RetryLater(wait_ms, "the limit is reached", limited=share.value)
 
     def take(
         self, store: CommitStore, stream: str, queue: bytes, share: Share, holder: bytes, *, leased: bool = False

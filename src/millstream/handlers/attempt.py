@@ -108,6 +108,11 @@ function, as soon as the function executes Python code."""
 _NO_STATE = State()
 
 
+def is_limited(outcome: Outcome) -> bool:
+    """True if a message was refused a permit, and did not run."""
+    return isinstance(outcome, RetryLater) and outcome.limited is not None
+
+
 async def attempt(handler: Handler, message: Message, blob: bytes) -> Outcome:
     """Run an async `handler` once on `message` with the state in `blob` and return the outcome. Never raises.
 

@@ -26,6 +26,7 @@ from millstream.handlers.attempt import (
     cancels_rest,
     check_key,
     dead_letter_of,
+    is_limited,
 )
 from millstream.handlers.handler import Handler
 from millstream.model import Message
@@ -162,8 +163,8 @@ class PartitionTask:
     ) -> bool:
         """Act on the outcome of the next message of a key; return as `_run_next`."""
         if isinstance(outcome, (RetryLater, Parked)):
-            limited = isinstance(outcome, RetryLater) and outcome.limited is not None
-            if not limited:
+            failed = not is_limited(outcome)
+            if failed:
                 self._on_failed(run, message, outcome)
             if isinstance(outcome, Parked) or self._must_defer(run, outcome):
                 self._defer_later(run, outcome, message.attempt)
@@ -172,7 +173,7 @@ class PartitionTask:
                 return False
             # A new coroutine runs the other keys while this key backs off.
             group.create_task(self._run_worker(remaining, group))
-            await self._back_off([run], outcome.delay_ms, failed=not limited)
+            await self._back_off([run], outcome.delay_ms, failed=failed)
         elif self._admits(run, outcome):
             self._add_outcome(run, message, outcome)
             if self._cautious.is_on or self._buffer.is_filled_by(run):

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.permits import Permits
-from millstream.errors import DecodeError
 from millstream.handlers.attempt import DeadLettered, Outcome, RetryLater
 from millstream.handlers.handler import Handler
 from millstream.handlers.limits import Share
@@ -53,15 +52,14 @@ class TaskPermits:
 
     def take(self, run: KeyRun, message: Message) -> TaskPermit | RetryLater | DeadLettered:
         """Take a permit for the first message of a run; return it, or else the outcome of the message."""
-        try:
-            share = self._permits.share_of(message)
-        except DecodeError as error:
-            return DeadLettered("undecodable", str(error))
+        share = self._permits.share_of(message)
+        if isinstance(share, DeadLettered):
+            return share
         # Another execution of the same message has a permit of its own: both run.
         permit = TaskPermit(run.stream, share, f"{uuid.uuid4().hex} {message.id}".encode())
         take = partial(self._permits.take, self._commit_store, run.stream, run.offset_field, share, permit.holder)
         wait_ms = self._call(take)
-        return permit if wait_ms == 0 else RetryLater(wait_ms, "the limit is reached", limited=share.value)
+        return permit if wait_ms == 0 else self._permits.refusal_of(share, wait_ms)
 
     def give_back(self, permit: TaskPermit) -> None:
         """Return the permit of a message whose run is over."""

@@ -6,7 +6,7 @@ from millstream.clock import Clock
 from millstream.delivery.keyed_stream import lease_of
 from millstream.delivery.permits import Permits
 from millstream.delivery.reliable_stream import Delivery
-from millstream.errors import DecodeError, OutOfMemory, StaleOwner, Unavailable
+from millstream.errors import OutOfMemory, StaleOwner, Unavailable
 from millstream.handlers.attempt import DeadLettered, RetryLater, check_key
 from millstream.handlers.handler import Handler
 from millstream.handlers.limits import Share
@@ -41,10 +41,9 @@ class RunPermits:
             return reserved
         if (refusal := check_key(self._handler, message)) is not None:
             return refusal
-        try:
-            share = self._permits.share_of(message)
-        except DecodeError as error:
-            return DeadLettered("undecodable", str(error))
+        share = self._permits.share_of(message)
+        if isinstance(share, DeadLettered):
+            return share
         delivery.asks = True
         try:
             return self._ask(delivery, message, share)
@@ -72,7 +71,7 @@ class RunPermits:
         except (OutOfMemory, StaleOwner, Unavailable) as error:
             logger.debug("no permit for %s of %s: %s; retrying", delivery.id.decode(), message.stream, error)
             wait_ms = _RETRY_MS
-        return share if wait_ms == 0 else RetryLater(wait_ms, "the limit is reached", limited=share.value)
+        return share if wait_ms == 0 else self._permits.refusal_of(share, wait_ms)
 
     def give_back(self, delivery: Delivery, share: Share) -> None:
         """Return the permit of a message whose run is over. If Redis does not answer, it ends with the lease."""

@@ -11,7 +11,7 @@ from millstream.delivery.keyed_stream import KeyedStream, KeyLease, LeaseRelease
 from millstream.delivery.last_error import LastError
 from millstream.delivery.reliable_stream import Delivery
 from millstream.errors import OutOfMemory, RedisError, Unavailable
-from millstream.handlers.attempt import DeadLettered, Done, Outcome, Parked, RetryLater
+from millstream.handlers.attempt import DeadLettered, Done, Outcome, Parked, RetryLater, is_limited
 from millstream.handlers.dead_letter import reason_of
 from millstream.redis_client.resp import Arg
 from millstream.worker.completion_queue import FinishedRun
@@ -79,7 +79,7 @@ class KeyCommitter(Committer):
         """Commit, retry, park or dead-letter each of these runs."""
         ran = finished
         if self._steps.handler.limit is not None:
-            ran = [(deliveries, outcome) for deliveries, outcome in finished if not _is_limited(outcome)]
+            ran = [(deliveries, outcome) for deliveries, outcome in finished if not is_limited(outcome)]
         self._observe_run_times(ran)
         if ran:
             self._in_flight.on_run_time(sum(deliveries[0].attempt_ms for deliveries, _ in ran) / len(ran))
@@ -283,11 +283,6 @@ class KeyCommitter(Committer):
 
     def _retry_postponed(self) -> None:
         self.settle(())
-
-
-def _is_limited(outcome: Outcome) -> bool:
-    """True if a message was refused a permit, and did not run."""
-    return isinstance(outcome, RetryLater) and outcome.limited is not None
 
 
 def _runs_of(deliveries: Sequence[Delivery], outcome: Outcome) -> Runs:
