@@ -1,7 +1,9 @@
 """What operators do through the console has the effect of the command, asks where the command asks, and is recorded."""
 
 import re
+import shlex
 from collections.abc import Iterator
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys, audit_key
 from millstream.services.console.views import keys
 from tests.support.commandline import call
-from tests.support.consoles import Browser, console, fill_with
+from tests.support.consoles import Browser, Page, console, fill_with
+from tests.support.keyed_fixtures import joined_by_field
 
 pytestmark = [pytest.mark.cli]
 
@@ -270,6 +273,45 @@ def test_dead_letters_are_purged_only_if_their_number_is_typed(browser: Browser,
     assert "3 dead letters purged." in browser.send(again, "/letters/purge", confirm="3").text
     assert errors_left(client) == []
     assert (last(client).action, last(client).result) == ("dlq purge", "3 of 3 purged")
+
+
+def run_command_of(question: Page, client: Client) -> None:
+    """Run the command that a question shows, as a shell would run it."""
+    (shown,) = re.findall(r"The command: <code>(.*?)</code>", question.html)
+    for one in unescape(shown).split(" && "):
+        _, *words = shlex.split(one)
+        assert call(*words, "--yes", url=client.url).code == 0
+
+
+@pytest.mark.parametrize("verb", ["redrive", "purge"])
+def test_the_command_of_a_question_does_what_its_button_does_and_no_more(
+    browser: Browser, client: Client, verb: str
+) -> None:
+    ticked, _ = add_letters(client, "order 7 is broken", "order 8 is broken")
+    elsewhere = "other orders"
+    joined_by_field(client, elsewhere, app="shop", handler="pay")
+    add_letters(client, "order 9 is broken", stream=elsewhere)
+    group = browser.get(next(one for one in browser.get(LETTERS).links if "order+N" in one))
+    form = group.form("/letters/redrive")
+    one_ticked = {**form, "only": "selected", "letter": f"{ticked} orders"}
+    run_command_of(browser.post(f"/letters/{verb}", **one_ticked), client)
+    assert errors_left(client) == ["ValueError: x", "order 8 is broken", "order 9 is broken"]
+    run_command_of(browser.post(f"/letters/{verb}", **form), client)
+    assert errors_left(client) == ["ValueError: x"], "of this group, on both streams"
+    add_letters(client, *(f"order {n} is broken" for n in range(30)))
+    assert "The command" not in browser.post(f"/letters/{verb}", **form).text, "too many to name"
+    run_command_of(browser.send(browser.get(LETTERS), f"/letters/{verb}"), client)
+    assert errors_left(client) == []
+
+
+def test_the_command_of_a_question_about_a_key_names_the_key_as_a_shell_reads_it(
+    browser: Browser, client: Client
+) -> None:
+    run_command_of(browser.send(browser.get(PARKED), "/key/skip"), client)
+    (queue,) = read_queues(client, KEYS, [queue_of_key(b"parked x", b"")])
+    assert queue.length == 2
+    run_command_of(browser.send(browser.get(PARKED), "/key/reset"), client)
+    assert client.execute("HLEN", KEYS.state) == 0
 
 
 def test_a_dead_letter_is_shown_in_full(browser: Browser) -> None:

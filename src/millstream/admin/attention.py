@@ -41,10 +41,11 @@ class Overview:
     def state_of_health(self) -> str:
         """One sentence for a deployment that needs no attention."""
         waiting = [one.oldest_age_ms for one in self.readers if one.lag and one.oldest_age_ms is not None]
+        sample = f" on the {self.diagnosis.streams:,} streams of the sample" if self.diagnosis.is_sample else ""
         if not self.readers:
-            return "No handler has run on this Redis yet."
+            return f"No handler has run{sample or ' on this Redis'} yet."
         oldest = f"The oldest entry that waits is {format_age(max(waiting))} old." if waiting else "No entry waits."
-        return f"All handlers keep up. {oldest}"
+        return f"All handlers keep up{sample}. {oldest}"
 
 
 def read_overview(client: Client, *, max_streams: int = 1_000, old_ms: int = 600_000) -> Overview:

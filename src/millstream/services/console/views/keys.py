@@ -1,5 +1,7 @@
 """The page of a key: why it waits, what waits, its state and dead letters; park, unpark, skip, reset the state."""
 
+from shlex import quote
+
 from starlette.responses import Response
 
 from millstream.admin.inspection import reset_states
@@ -150,7 +152,7 @@ def _confirm(
         path=path,
         fields={**fields, "confirm": answer},
         typed=None,
-        command=f"{command} {keys.label} {page.display.key(data)}",
+        command=f"{command} {keys.label} {quote(page.display.key(data))} --stream {quote(escape(keys.stream))}",
         back=page.url("/key", **fields),
     )
 

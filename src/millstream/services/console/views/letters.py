@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from hashlib import blake2b
+from shlex import quote
 
 from starlette.responses import Response
 
@@ -18,6 +19,7 @@ from millstream.services.console.downloads import Download
 from millstream.services.console.pages import PageRequest
 
 _MOST_SHOWN = 100
+_MOST_IN_COMMAND = 20
 
 
 def letters(page: PageRequest) -> Response:
@@ -196,8 +198,23 @@ def _confirm(page: PageRequest, verb: str, sentences: Sequence[str], found: Sequ
         repeated=[("letter", one) for one in page.form.get("letter", ())],
         typed=f"the number {len(found)}" if verb == "purge" else None,
         inputmode="numeric",
-        command=f"millstream dlq {verb} {name}{f' --reason {reason}' if reason else ''}",
+        command=_command(verb, name, found, is_all=not reason and not page.field("only")),
         back=page.url("/letters", handler=name, reason=reason or None, error=error or None),
+    )
+
+
+def _command(verb: str, name: str, found: Sequence[DeadLetterEntry], *, is_all: bool) -> str | None:
+    """The command that does the same to these dead letters and to no others; None if they are too many to name."""
+    command = f"millstream dlq {verb} {name}"
+    if is_all:
+        return f"{command} --limit {MOST_LETTERS}" if len(found) == MOST_LETTERS else command
+    if len(found) > _MOST_IN_COMMAND:
+        return None
+    by_stream: dict[str, list[str]] = {}
+    for one in found:  # ids are those of a stream: another stream may have the same ones
+        by_stream.setdefault(one.keys.stream, []).append(one.letter_id)
+    return " && ".join(
+        f"{command} {' '.join(ids)} --stream {quote(escape(stream))}" for stream, ids in by_stream.items()
     )
 
 
