@@ -2,7 +2,7 @@
 
 import logging
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,26 @@ from millstream.admin.findings import Finding
 from millstream.admin.liveness import find_workers
 from millstream.admin.server_checks import Server, check_role, check_version, warn_of_data_loss
 from millstream.delivery.commit_store import CommitStore
+from millstream.delivery.keyed_stream import LeaseRelease
+from millstream.delivery.last_error import LastError
 from millstream.delivery.long_runs import LongRun, report_long_runs
 from millstream.delivery.reliable_stream import ReliableStream
 from millstream.delivery.restarts import Restart, record_restart
 from millstream.groups import Group
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
-from millstream.redis_client.key_names import StreamKeys, restarts_key, run_name, stage_group, worker_name_key
+from millstream.redis_client.key_names import (
+    HandlerKeys,
+    StreamKeys,
+    restarts_key,
+    run_name,
+    stage_group,
+    worker_name_key,
+)
 from millstream.redis_client.pipelining import server_time_ms
 from tests.support.commandline import call
 from tests.support.deployments import lent_cluster
+from tests.support.keyed_fixtures import joined_by_field
 from tests.support.waiting import eventually
 from tests.support.workers import KEYS, double, fill, make, outputs, pending, working
 
@@ -472,6 +482,40 @@ def test_doctor_checks_a_sample_of_many_streams_and_reports_it(client: Client) -
     assert not diagnose(client, max_streams=2_500).is_sample
     outcome = call("doctor", "--limit", "50", url=client.url)
     assert "looked at a sample of 50 streams" in outcome.err
+
+
+ERROR = LastError(error="RuntimeError: no", traceback="", attempts=2, blocks=True)
+
+
+@pytest.mark.parametrize(
+    ("check", "kind", "release"),
+    [
+        ("parked", "parked key", partial(LeaseRelease, mode="park", detail="failed", failed_attempts=1)),
+        (
+            "blocked",
+            "blocked key",
+            partial(LeaseRelease, mode="backoff", detail=60_000, failed_attempts=2, last_error=ERROR.pack()),
+        ),
+        ("dead-letters", "dead letter", None),
+    ],
+)
+def test_a_sample_of_many_streams_begins_with_those_where_a_message_or_a_key_is_stuck(
+    client: Client, check: str, kind: str, release: Callable[..., LeaseRelease] | None
+) -> None:
+    client.pipeline([("XADD", f"s:{n}", "1-0", "n", n) for n in range(500)])
+    for n in (1, 250, 499):
+        keyed = joined_by_field(client, f"s:{n}", app="shop", handler="pay")
+        client.execute("XADD", f"s:{n}", "*", "key", "a", "n", n)
+        if release is None:
+            client.execute("XADD", HandlerKeys("shop", "pay", f"s:{n}").dead_letters, "*", "n", n)
+            continue
+        keyed.enqueue_new(count=100, max_pending=1_000)
+        (lease,) = keyed.lease_keys(queues=1, entries=10, run=1, lease_ms=60_000, now_ms=0).leases
+        keyed.release_leases([release(lease)])
+    diagnosis = diagnose(client, max_streams=50)
+    assert (diagnosis.streams, diagnosis.is_sample) == (50, True)
+    (found,) = [one for one in diagnosis.findings if one.check == check]
+    assert found.what == f"shop.pay: 3 {kind}s"
 
 
 def test_the_command_ends_with_1_only_if_there_is_a_problem(admin: Client) -> None:

@@ -41,6 +41,7 @@ def inspect(
     app: str | None = None,
     *,
     max_streams: int | None = None,
+    troubled_first: bool = False,
     budget_ms: float = 1_000.0,
     clock: Clock = SYSTEM_CLOCK,
 ) -> Inspection:
@@ -48,9 +49,14 @@ def inspect(
 
     Lags are counted at the server for `budget_ms` milliseconds in total, but at least one chunk each. A lag that is not
     counted completely is reported as a lower bound. `max_streams`: inspect a sample of this size, which is scanned for
-    during `budget_ms`; then handlers are known by their groups only, unless there are no more streams.
+    during `budget_ms`; then handlers are known by their groups only, unless there are no more streams. With
+    `troubled_first` the sample begins with streams where a handler has dead letters, parked keys or keys that back off,
+    which are scanned for during another `budget_ms`.
     """
     names, is_sample = _find_streams(client, max_streams, budget_ms, clock)
+    if is_sample and troubled_first and max_streams:
+        troubled = _troubled_streams(client, app, max_streams, budget_ms, clock)
+        names = sorted([*troubled, *(name for name in names if name not in troubled)][:max_streams])
     end_ms = clock.monotonic_ms() + budget_ms
     hidden_streams: list[AccessDenied] = []
     hidden_handlers: list[AccessDenied] = []
@@ -240,6 +246,21 @@ def _find_streams(client: Client, most: int | None, budget_ms: float, clock: Clo
         if len(found) > most or clock.monotonic_ms() >= end_ms:
             return sorted(islice(found, most)), True
     return sorted(found), False
+
+
+def _troubled_streams(client: Client, app: str | None, most: int, budget_ms: float, clock: Clock) -> Collection[str]:
+    """Streams, at most `most`, where a handler of `app` has dead letters, parked keys, or keys that back off."""
+    suffixes = tuple(f":{one.suffix}" for one in (HandlerKeys.dead_letters, HandlerKeys.parked, HandlerKeys.backoff))
+    end_ms = clock.monotonic_ms() + budget_ms
+    found: dict[str, None] = {}
+    for page in client.scan_key_pages(f"{PREFIX}:*:[{''.join(sorted({one[1] for one in suffixes}))}]*"):
+        for name in map(from_wire, page):
+            with suppress(ConfigError):  # a key of another program
+                if name.endswith(suffixes) and (keys := HandlerKeys.parse(name)) and app in (None, keys.app):
+                    found[keys.stream] = None
+        if len(found) >= most or clock.monotonic_ms() >= end_ms:
+            break
+    return dict.fromkeys(islice(found, most))
 
 
 def _streams(client: Client, names: Sequence[str], hidden: list[AccessDenied]) -> Iterator[StreamReport]:
