@@ -53,6 +53,8 @@ SECRET = "canary"
 KEYS = HandlerKeys("shop", "pay", "orders")
 RIGHTS = {
     ("GET", "/"): "figures",
+    ("GET", "/stuck"): "payloads",
+    ("POST", "/stuck/unpark"): "operate",
     ("GET", "/find"): "figures",
     ("GET", "/handler"): "figures",
     ("POST", "/handler/pause"): "operate",

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from html import unescape
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl
 
 import pytest
 
@@ -15,7 +16,7 @@ from millstream.admin.key_queues import count_parked, read_queues, unpark
 from millstream.admin.worker_drains import find_worker
 from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.dead_letter_queue import DeadLetterFilter, DeadLetterQueue
-from millstream.delivery.keyed_stream import queue_of_key
+from millstream.delivery.keyed_stream import LeaseRelease, queue_of_key
 from millstream.errors import MillstreamError, Unavailable
 from millstream.handlers.dead_letter import DeadLetter
 from millstream.redis_client.client import Client
@@ -202,6 +203,59 @@ def test_a_state_is_reset_once_that_is_confirmed(browser: Browser, client: Clien
     assert "The state is deleted" in browser.send(question, "/key/reset").text
     assert client.execute("HLEN", KEYS.state) == 0
     assert (last(client).action, last(client).result) == ("state reset", "reset")
+
+
+# --- What is stuck ---
+
+
+def park_elsewhere(client: Client, stream: str, *keys: str) -> None:
+    """Park keys of another handler on a stream."""
+    store = joined_by_field(client, stream, app="shop", handler="ship")
+    for key in keys:
+        client.execute("XADD", stream, "*", "key", key, "n", 1)
+    store.enqueue_new(count=100, max_pending=1_000)
+    leases = store.lease_keys(queues=9, entries=10, run=1, lease_ms=60_000, now_ms=0).leases
+    store.release_leases([LeaseRelease(one, "park", "no stock", 3) for one in leases])
+
+
+def parked_in(client: Client, stream: str) -> int:
+    return count_parked(client, [HandlerKeys("shop", "ship", stream)])[0]
+
+
+def test_one_page_lists_the_stuck_keys_and_dead_letters_of_all_handlers(browser: Browser, client: Client) -> None:
+    client.pipeline([("XADD", f"idle:{n}", "*", "n", n) for n in range(1_500)])
+    park_elsewhere(client, "parcels", "a b")
+    page = browser.get(next(one for one in browser.get("/").links if one == "/stuck"))
+    for shown in (
+        "parked x shop.pay parked 3",
+        "failing x shop.pay backing off 1",
+        "a b shop.ship parked 1",
+        "no stock",
+    ):
+        assert shown in page.text, shown
+    assert re.search(r"shop.pay 1 1 20\d\d-", page.text), "one dead letter on one stream, and since when"
+    for link in ("/key?handler=shop.ship&stream=parcels&key=a+b", "/letters?handler=shop.pay"):
+        assert browser.get(next(one for one in page.links if one == link)).status == 200, link
+
+
+def test_several_parked_keys_are_unparked_at_once_and_the_others_stay(browser: Browser, client: Client) -> None:
+    park_elsewhere(client, "parcels", "a b", "c&d", "e")
+    page = browser.get("/stuck")
+    ticks = {
+        dict(parse_qsl(one))["key"]: one for one in map(unescape, re.findall(r'name="stuck" value="(.*?)"', page.html))
+    }
+    assert set(ticks) == {"parked x", "a b", "c&d", "e"}, "none that goes on by itself"
+    form = page.form("/stuck/unpark")
+    assert "no key is selected" in browser.post("/stuck/unpark", **form).text
+    page = browser.post("/stuck/unpark", **form, stuck=[ticks["a b"], ticks["c&d"], ticks["parked x"]])
+    assert "The selected keys go on." in page.text
+    assert (parked_in(client, "parcels"), count_parked(client, [KEYS])[0]) == (1, 0)
+    assert [(one.action, one.about["key"], one.result) for one in AuditLog(client).read(count=3)] == [
+        ("key unpark", key, "unparked") for key in ("parked x", "c&d", "a b")
+    ]
+    page = browser.post("/stuck/unpark", **form, stuck=[ticks["a b"], ticks["e"]])
+    assert "Some of the selected keys were not parked any more." in page.text
+    assert parked_in(client, "parcels") == 0
 
 
 def test_dead_letters_are_grouped_by_reason_and_error_without_its_numbers(browser: Browser, client: Client) -> None:

@@ -26,7 +26,14 @@ pytestmark = [pytest.mark.cli]
 
 KEYS = HandlerKeys("shop", "pay", "orders")
 PAGES = (
-    *("/", "/handler?name=shop.pay", "/key?handler=shop.pay&key=parked+x", "/letters?handler=shop.pay", "/streams"),
+    *(
+        "/",
+        "/stuck",
+        "/handler?name=shop.pay",
+        "/key?handler=shop.pay&key=parked+x",
+        "/letters?handler=shop.pay",
+        "/streams",
+    ),
     *("/stream?name=orders", "/workers", "/queries", "/delayed", "/delayed?stream=orders", "/redis", "/audit"),
     *(
         "/tail?name=orders",
@@ -166,7 +173,7 @@ def test_each_page_fits_its_window_has_contrast_and_labels_passes_axe_and_is_rea
             assert violations(browser, axe) == {}, path
         visit(browser, f"{console.url}/handler?name=none.none", shows="main")
         assert violations(browser, axe) == {}, "a page that is not there"
-        visit(browser, f"{console.url}{PAGES[2]}")
+        visit(browser, f"{console.url}{PAGES[3]}")
         press(browser, "form[action='/key/reset'] button", "Yes, do it")
         assert violations(browser, axe) == {}, "a confirmation"
 

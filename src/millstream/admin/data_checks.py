@@ -84,7 +84,7 @@ def read_data(
     clock: Clock = SYSTEM_CLOCK,
 ) -> Data:
     """Read the data of at most `max_streams` streams, in a bounded number of calls. Raises RedisError."""
-    found = inspect(client, app, max_streams=max_streams, troubled_first=True, clock=clock)
+    found = inspect(client, app, max_streams=max_streams, stuck_first=True, clock=clock)
     places = [(one.stream, _keys(one).group) for one in found.handlers if one.problem is None]
     consumers = consumers_of(client, places)
     alive = [(one.stream, _keys(one).group) for one in found.handlers if one.pending and one.consumers]

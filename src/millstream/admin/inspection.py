@@ -12,6 +12,7 @@ from millstream.admin.key_queues import blocked_queues
 from millstream.admin.lag import StreamLag, age_ms, count_lags, estimate_lag
 from millstream.admin.liveness import find_runs, find_workers
 from millstream.admin.reports import Engine, GroupReport, HandlerReport, Inspection, StreamReport
+from millstream.admin.stuck_places import find_stuck_places
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.delivery.commit_store import FORMAT, describe_newer_format
 from millstream.delivery.long_runs import read_long_runs
@@ -41,7 +42,7 @@ def inspect(
     app: str | None = None,
     *,
     max_streams: int | None = None,
-    troubled_first: bool = False,
+    stuck_first: bool = False,
     budget_ms: float = 1_000.0,
     clock: Clock = SYSTEM_CLOCK,
 ) -> Inspection:
@@ -50,13 +51,12 @@ def inspect(
     Lags are counted at the server for `budget_ms` milliseconds in total, but at least one chunk each. A lag that is not
     counted completely is reported as a lower bound. `max_streams`: inspect a sample of this size, which is scanned for
     during `budget_ms`; then handlers are known by their groups only, unless there are no more streams. With
-    `troubled_first` the sample begins with streams where a handler has dead letters, parked keys or keys that back off,
-    which are scanned for during another `budget_ms`.
+    `stuck_first` the sample begins with the streams of `find_stuck_places`, which scans during another `budget_ms`.
     """
     names, is_sample = _find_streams(client, max_streams, budget_ms, clock)
-    if is_sample and troubled_first and max_streams:
-        troubled = _troubled_streams(client, app, max_streams, budget_ms, clock)
-        names = sorted([*troubled, *(name for name in names if name not in troubled)][:max_streams])
+    if is_sample and stuck_first and max_streams:
+        stuck, _ = find_stuck_places(client, app, most=max_streams, budget_ms=budget_ms, clock=clock)
+        names = sorted(islice(dict.fromkeys([*(keys.stream for keys in stuck), *names]), max_streams))
     end_ms = clock.monotonic_ms() + budget_ms
     hidden_streams: list[AccessDenied] = []
     hidden_handlers: list[AccessDenied] = []
@@ -246,21 +246,6 @@ def _find_streams(client: Client, most: int | None, budget_ms: float, clock: Clo
         if len(found) > most or clock.monotonic_ms() >= end_ms:
             return sorted(islice(found, most)), True
     return sorted(found), False
-
-
-def _troubled_streams(client: Client, app: str | None, most: int, budget_ms: float, clock: Clock) -> Collection[str]:
-    """Streams, at most `most`, where a handler of `app` has dead letters, parked keys, or keys that back off."""
-    suffixes = tuple(f":{one.suffix}" for one in (HandlerKeys.dead_letters, HandlerKeys.parked, HandlerKeys.backoff))
-    end_ms = clock.monotonic_ms() + budget_ms
-    found: dict[str, None] = {}
-    for page in client.scan_key_pages(f"{PREFIX}:*:[{''.join(sorted({one[1] for one in suffixes}))}]*"):
-        for name in map(from_wire, page):
-            with suppress(ConfigError):  # a key of another program
-                if name.endswith(suffixes) and (keys := HandlerKeys.parse(name)) and app in (None, keys.app):
-                    found[keys.stream] = None
-        if len(found) >= most or clock.monotonic_ms() >= end_ms:
-            break
-    return dict.fromkeys(islice(found, most))
 
 
 def _streams(client: Client, names: Sequence[str], hidden: list[AccessDenied]) -> Iterator[StreamReport]:

@@ -71,7 +71,8 @@ def act(browser: Browser, keyed: KeyedStream) -> None:
     send(browser, "/handler?name=shop.pay", "/handler/pause")
     send(browser, "/handler?name=shop.pay", "/handler/rate", rate="60/m")
     send(browser, "/handler?name=shop.pay", "/handler/rate/clear")
-    send(browser, KEY, "/key/unpark")
+    form = granted(browser.get("/stuck")).form("/stuck/unpark")
+    granted(browser.post("/stuck/unpark", **form, stuck="handler=shop.pay&stream=orders&key=parked+x"))
     (lease,) = keyed.lease_keys(queues=1, entries=1, run=1, lease_ms=60_000, now_ms=0).leases
     assert lease.key == b"parked x"
     for path in ("/key/skip", "/key/park", "/key/reset"):

@@ -11,12 +11,15 @@ from millstream.services.console.views import (
     letter_edits,
     letters,
     streams,
+    stuck,
 )
 from millstream.services.console.views.overview import overview
 from millstream.services.console.views.queries import queries
 
 PAGES: tuple[Page, ...] = (
     Page(path="/", level=Level.FIGURES, view=overview, is_live=True),
+    Page(path="/stuck", level=Level.PAYLOADS, view=stuck.stuck, is_live=True),
+    Page(path="/stuck/unpark", method="POST", level=Level.OPERATE, view=stuck.unpark_selected),
     Page(path="/find", level=Level.FIGURES, view=finding.find),
     Page(path="/handler", level=Level.FIGURES, view=handlers.handler, is_live=True),
     Page(path="/handler/pause", method="POST", level=Level.OPERATE, view=handlers.pause),

@@ -5,14 +5,12 @@ from collections import Counter
 from starlette.responses import Response
 
 from millstream.admin.handler_details import read_handler
-from millstream.admin.key_queues import explain
 from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.rate_override import format_rate, parse_rate
-from millstream.redis_client.escaping import escape
 from millstream.redis_client.formats import pluralize
-from millstream.redis_client.key_names import HandlerKeys
 from millstream.services.console.pages import PageRequest
 from millstream.services.console.views.history import history_of
+from millstream.services.console.views.stuck import rows_of
 
 
 def handler(page: PageRequest) -> Response:
@@ -20,22 +18,12 @@ def handler(page: PageRequest) -> Response:
     name = page.wanted("name")
     places = page.places_of(name)
     found = read_handler(page.client, places, most_keys=100 if page.may("payloads") else 0)
-    stuck = [
-        (
-            one,
-            page.display.key(one.queue.key),
-            _link_of(page, one.keys, one.queue.key),
-            page.display.text(explain(one.queue, one.last)),
-            page.display.text(one.last.error, "error"),
-        )
-        for one in found.stuck
-    ]
     pauses = {one.pause for one in found.reports if one.pause}
     return page.render(
         "handler.html",
         name=name,
         found=found,
-        stuck=stuck,
+        stuck=rows_of(page, found.stuck.found),
         shown=history_of(page, name),
         rates=sorted(Counter(one.rate_override.source for one in found.reports if one.rate_override).items()),
         format_rate=format_rate,
@@ -82,10 +70,3 @@ def _set_rate(page: PageRequest, wanted: float | None) -> Response:
         store.set_rate([one.stream for one in places], wanted)
         action.result = f"{'cleared' if wanted is None else 'set'} on {pluralize(len(places), 'stream')}"
     return page.redirect("/handler", name=name, done="rate cleared" if wanted is None else "rate set")
-
-
-def _link_of(page: PageRequest, keys: HandlerKeys, key: bytes | None) -> str | None:
-    """The page of a key; None for one that is hidden, as its address would show it."""
-    if key is None or not page.display.is_shown(key):
-        return None
-    return page.url("/key", handler=keys.label, stream=escape(keys.stream), key=escape(key))

@@ -1,0 +1,115 @@
+"""Stuck keys and dead letters, of one handler or of all: what waits for an operator."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from millstream.admin.inspection import existing_handlers
+from millstream.admin.key_listing import read_key_queues
+from millstream.admin.key_queues import KeyQueue, is_stuck, last_errors
+from millstream.admin.stuck_places import find_stuck_places
+from millstream.delivery.last_error import LastError
+from millstream.delivery.long_runs import LongRun, read_long_runs
+from millstream.errors import RedisError
+from millstream.redis_client.client import Client
+from millstream.redis_client.escaping import escape
+from millstream.redis_client.key_names import HandlerKeys, to_wire
+from millstream.redis_client.pipelining import send_all
+
+_MOST_PLACES = 1_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class StuckKey:
+    """A stuck key of a handler on a stream, and why the last attempt on its first message failed."""
+
+    keys: HandlerKeys
+    queue: KeyQueue
+    last: LastError
+
+
+@dataclass(frozen=True, kw_only=True)
+class StuckKeys:
+    """Stuck keys: parked ones first, then those with most messages.
+
+    * `more`: how many more there are; `unreadable`: sentences about keys that cannot be read
+    """
+
+    found: Sequence[StuckKey] = ()
+    more: int = 0
+    unreadable: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LetterCount:
+    """The dead letters of a handler: how many there are on how many streams, and since when, in Unix milliseconds."""
+
+    label: str
+    count: int
+    streams: int
+    since_ms: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StuckOverview:
+    """What is stuck, of all handlers. `is_partial`: there may be more."""
+
+    keys: StuckKeys
+    letters: Sequence[LetterCount]
+    is_partial: bool
+
+
+def read_stuck_keys(
+    client: Client, existing: Sequence[HandlerKeys], long_runs: Sequence[LongRun], *, most: int
+) -> StuckKeys:
+    """The stuck keys of these handlers, at most `most`, with those whose message has been running for long. Raises RedisError."""
+    running = {(one.handler, one.stream, one.id) for one in long_runs}
+    unreadable: list[str] = []
+
+    def is_wanted(keys: HandlerKeys, one: KeyQueue) -> bool:
+        return is_stuck(one) or (keys.label, escape(keys.stream), one.first_id) in running
+
+    listed = read_key_queues(
+        client, existing, None, is_wanted, running=running, stuck_only=True, report=unreadable.append
+    )
+    found = [(place.keys, queue) for place in listed for queue in place.queues]
+    found.sort(key=lambda one: (one[1].state != "parked", -one[1].length))
+    shown = found[:most]
+    return StuckKeys(
+        found=[
+            StuckKey(keys=keys, queue=queue, last=last)
+            for (keys, queue), last in zip(shown, last_errors(client, shown), strict=True)
+        ],
+        more=len(found) - len(shown),
+        unreadable=unreadable,
+    )
+
+
+def read_stuck_overview(client: Client, *, most_keys: int = 100) -> StuckOverview:
+    """The stuck keys and dead letters of all handlers, however many streams there are. `most_keys`: how many stuck keys to read. Raises RedisError."""
+    places, is_partial = find_stuck_places(client, most=_MOST_PLACES)
+    keys = StuckKeys()
+    if places:
+        existing = existing_handlers(client, places)
+        keys = read_stuck_keys(client, existing, read_long_runs(client, {one.app for one in existing}), most=most_keys)
+    return StuckOverview(keys=keys, letters=_count_letters(client, places), is_partial=is_partial)
+
+
+def _count_letters(client: Client, places: Sequence[HandlerKeys]) -> list[LetterCount]:
+    commands = [
+        one
+        for keys in places
+        for name in [to_wire(keys.dead_letters)]
+        for one in (("XLEN", name), ("XRANGE", name, "-", "+", "COUNT", 1))
+    ]
+    replies = iter(send_all(client, commands))
+    by_label: dict[str, list[tuple[int, int]]] = {}
+    for keys, count, first in zip(places, replies, replies, strict=True):
+        if count and first and not isinstance(count, RedisError) and not isinstance(first, RedisError):
+            since_ms = int(first[0][0].partition(b"-")[0])
+            by_label.setdefault(keys.label, []).append((count, since_ms))
+    return [
+        LetterCount(
+            label=label, count=sum(count for count, _ in some), streams=len(some), since_ms=min(ms for _, ms in some)
+        )
+        for label, some in by_label.items()
+    ]

@@ -1,0 +1,62 @@
+"""What is stuck, of all handlers: stuck keys, and dead letters by handler; unpark several keys at once."""
+
+from collections.abc import Sequence
+from urllib.parse import parse_qs, urlencode
+
+from starlette.responses import Response
+
+from millstream.admin.key_queues import explain, unpark
+from millstream.admin.stuck_keys import StuckKey, StuckOverview, read_stuck_overview
+from millstream.delivery.keyed_stream import queue_of_key
+from millstream.errors import ConfigError
+from millstream.redis_client.escaping import escape, unescape
+from millstream.redis_client.key_names import from_wire
+from millstream.services.console.pages import PageRequest
+
+_KEEP_MS = 2_000.0
+
+
+def stuck(page: PageRequest) -> Response:
+    """The stuck keys, and how many dead letters each handler has."""
+    found: StuckOverview = page.shared.get(
+        "stuck", page.now_ms, lambda: read_stuck_overview(page.client), keep_ms=_KEEP_MS
+    )
+    return page.render("stuck.html", found=found, stuck=rows_of(page, found.keys.found))
+
+
+def unpark_selected(page: PageRequest) -> Response:
+    """Unpark the keys that are ticked. Raises ConfigError if none is."""
+    ticked = [parse_qs(one, errors="surrogateescape") for one in page.form.get("stuck", ())]
+    if not ticked:
+        raise ConfigError("no key is selected: go back and tick some")
+    is_done = []
+    for one in ticked:
+        name, stream, key = (one.get(part, [""])[0] for part in ("handler", "stream", "key"))
+        keys = page.places_of(name, from_wire(unescape(stream)))[0]
+        with page.audit("key unpark", handler=name, stream=stream, key=key) as action:
+            is_done.append(unpark(page.client, keys, queue_of_key(unescape(key), b"")))
+            action.result = "unparked" if is_done[-1] else "was not parked"
+    return page.redirect("/stuck", done="unparked" if all(is_done) else "some-unparked" if any(is_done) else "none")
+
+
+def rows_of(page: PageRequest, found: Sequence[StuckKey]) -> list[dict[str, object]]:
+    """The rows of a table of stuck keys, as this viewer may see them."""
+    return [
+        {
+            "one": one,
+            "key": page.display.key(one.queue.key),
+            "link": place and page.url("/key", **place),
+            "packed": place and urlencode(place, errors="surrogateescape"),
+            "why": page.display.text(explain(one.queue, one.last)),
+            "error": page.display.text(one.last.error, "error"),
+        }
+        for one, place in ((one, _place_of(page, one)) for one in found)
+    ]
+
+
+def _place_of(page: PageRequest, one: StuckKey) -> dict[str, str] | None:
+    """The names of a key in an address; None for one that is hidden, as its address would show it."""
+    key = one.queue.key
+    if key is None or not page.display.is_shown(key):
+        return None
+    return {"handler": one.keys.label, "stream": escape(one.keys.stream), "key": escape(key)}
