@@ -1,8 +1,9 @@
 """The history of the console: one writer at a time, one sample a minute, and what its pages show of it."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+import msgspec
 import pytest
 
 from millstream.admin.figure_history import STEP_MS, FigureHistory, HandlerSample, Sample, read_sample
@@ -19,6 +20,7 @@ from tests.support.deployments import lent_cluster
 from tests.support.keyed_fixtures import joined_by_field
 from tests.support.service_process import ServiceProcess
 from tests.support.waiting import eventually
+from tests.support.workers import double, fill, make, working
 
 pytestmark = [pytest.mark.cli]
 
@@ -149,6 +151,44 @@ def test_pages_show_charts_without_styles_and_scripts_of_their_own_and_all_figur
         assert "-1" not in "".join(re.findall(r'points="([^"]*)"', page.html)), "no rate is negative"
         rates = page.html.partition("<svg")[2].partition("</svg>")[0]
         assert rates.count("<polyline") == 4, "two curves, each before and after the gap"
+
+
+def add_lags(client: Client, lags: Iterable[int | None]) -> None:
+    """Samples of `app.handle`, one a minute up to now, with these lags."""
+    known = [*lags]
+    now_ms = server_time_ms(client)
+    for minutes, lag in enumerate(known):
+        at_ms = now_ms - (len(known) - 1 - minutes) * STEP_MS
+        sample = Sample(at_ms=at_ms, handlers={"app.handle": msgspec.structs.replace(FIGURES, lag=lag)})
+        assert FigureHistory(client).add(sample)
+
+
+@pytest.mark.parametrize(
+    ("lags", "told"),
+    [
+        ([900, 20, 120, 230, 340, 1_450], "from 20 to 1,450 entries in 4 min"),
+        ([0, 100, None, 200, 300, 400, 500], "from 0 to 500 entries in 6 min"),
+        ([0, 100, 200, 300], None),
+        ([0, 1, 2, 3, 4, 5], None),
+        ([0, 100, 200, 300, 400, 390], None),
+        ([], None),
+    ],
+    ids=["rises", "a gap", "for too short a time", "by too little", "falls", "no history"],
+)
+def test_the_overview_says_that_the_lag_of_a_running_handler_rises(
+    client: Client, browser: Browser, lags: list[int | None], told: str | None
+) -> None:
+    add_lags(client, lags)
+    sentence = "app.handle: its lag has risen"
+    fill(client, 1)
+    assert sentence not in browser.get("/").text, "no worker is alive"
+    with working(client, make(double)):
+        page = eventually(lambda: "app.handle running" in (one := browser.get("/")).text and one, "a new overview")
+        assert page
+        assert (sentence in page.text) == (told is not None)
+        if told is not None:
+            assert f"{sentence} {told}: more entries come" in page.text
+            assert "All handlers keep up" not in page.text
 
 
 def test_a_range_is_a_link_that_keeps_the_page(client: Client, browser: Browser) -> None:

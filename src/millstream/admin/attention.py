@@ -1,14 +1,18 @@
 """Overview of a deployment for operators: the findings that need attention, as sentences, and all readers."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from millstream.admin.consumption_summary import ReaderReport, summarize_readers
 from millstream.admin.data_checks import DATA_CHECKS
 from millstream.admin.doctor import Diagnosis, diagnose
-from millstream.admin.findings import Finding
+from millstream.admin.figure_history import FigureHistory
+from millstream.admin.findings import Finding, run_check
+from millstream.admin.lag_trend import TREND_MS, rising_lags
 from millstream.redis_client.client import Client
 from millstream.redis_client.formats import format_age
+from millstream.redis_client.pipelining import server_time_ms
 
 _OF_REDIS = ("reachable", "access", "role", "cluster", "eviction", "persistence", "memory", "disk", "data")
 """Checks of Redis itself that concern the messages of today. `millstream doctor` makes all of them."""
@@ -35,7 +39,7 @@ class Overview:
     @property
     def needs_attention(self) -> bool:
         """Whether a finding concerns messages now or soon, and not only a setting that may matter later."""
-        return any(one.severity == "problem" or one.check in DATA_CHECKS for one in self.attention)
+        return any(one.severity == "problem" or one.check in (*DATA_CHECKS, "rising") for one in self.attention)
 
     @property
     def state_of_health(self) -> str:
@@ -58,6 +62,7 @@ def read_overview(client: Client, *, max_streams: int = 1_000, old_ms: int = 600
     """
     diagnosis = diagnose(client, max_streams=max_streams, old_ms=old_ms)
     urgent = [one for one in diagnosis.findings if one.severity != "ok" and one.check in (*DATA_CHECKS, *_OF_REDIS)]
+    urgent += run_check("rising", partial(_rising_lags, client, diagnosis))
     return Overview(
         attention=tuple(sorted(urgent, key=_urgency)),
         readers=() if diagnosis.inspection is None else summarize_readers(diagnosis.inspection),
@@ -72,5 +77,15 @@ def sentence_of(found: Finding, *, with_content: bool) -> str:
     return f"{found.what}: {found.why}." if found.why else f"{found.what}."
 
 
+def _rising_lags(client: Client, diagnosis: Diagnosis) -> Iterator[Finding]:
+    """Handlers that work and whose lag has risen, unless another finding says that their entries have waited for long."""
+    found = diagnosis.inspection.handlers if diagnosis.inspection else ()
+    known = {one.handler for one in diagnosis.findings if one.check in ("late", "waiting", "paused")}
+    running = {one.label for one in found if one.consumers} - known
+    if running:
+        since_ms = server_time_ms(client) - TREND_MS
+        yield from rising_lags(FigureHistory(client).read(since_ms), running)
+
+
 def _urgency(found: Finding) -> tuple[bool, bool, float]:
-    return found.severity != "problem", found.check not in DATA_CHECKS, found.since_ms or float("inf")
+    return found.severity != "problem", found.check not in (*DATA_CHECKS, "rising"), found.since_ms or float("inf")

@@ -41,12 +41,11 @@ class StuckKeys:
 
 @dataclass(frozen=True, kw_only=True)
 class LetterCount:
-    """The dead letters of a handler: how many there are on how many streams, and since when, in Unix milliseconds."""
+    """The dead letters of a handler: how many there are, on how many streams."""
 
     label: str
     count: int
     streams: int
-    since_ms: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,21 +94,9 @@ def read_stuck_overview(client: Client, *, most_keys: int = 100) -> StuckOvervie
 
 
 def _count_letters(client: Client, places: Sequence[HandlerKeys]) -> list[LetterCount]:
-    commands = [
-        one
-        for keys in places
-        for name in [to_wire(keys.dead_letters)]
-        for one in (("XLEN", name), ("XRANGE", name, "-", "+", "COUNT", 1))
-    ]
-    replies = iter(send_all(client, commands))
-    by_label: dict[str, list[tuple[int, int]]] = {}
-    for keys, count, first in zip(places, replies, replies, strict=True):
-        if count and first and not isinstance(count, RedisError) and not isinstance(first, RedisError):
-            since_ms = int(first[0][0].partition(b"-")[0])
-            by_label.setdefault(keys.label, []).append((count, since_ms))
-    return [
-        LetterCount(
-            label=label, count=sum(count for count, _ in some), streams=len(some), since_ms=min(ms for _, ms in some)
-        )
-        for label, some in by_label.items()
-    ]
+    counts = send_all(client, [("XLEN", to_wire(keys.dead_letters)) for keys in places])
+    by_label: dict[str, list[int]] = {}
+    for keys, count in zip(places, counts, strict=True):
+        if count and not isinstance(count, RedisError):
+            by_label.setdefault(keys.label, []).append(count)
+    return [LetterCount(label=label, count=sum(some), streams=len(some)) for label, some in by_label.items()]
