@@ -8,14 +8,16 @@ from pathlib import Path
 from urllib.parse import urlencode
 
 import httpx
+import msgspec
 import pytest
 
 from millstream.balancer import Balancer, BalancerPolicy, announce
 from millstream.delivery.commit_store import CommitStore
+from millstream.delivery.query_progress import QueryProgress, report_progress
 from millstream.delivery.reliable_stream import ReliableStream
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
-from millstream.redis_client.key_names import HandlerKeys, run_name, stage_group, worker_name_key
+from millstream.redis_client.key_names import HandlerKeys, query_progress_key, run_name, stage_group, worker_name_key
 from millstream.redis_client.pipelining import server_time_ms
 from millstream.services.console import Level, console_app
 from millstream.services.console.pages import Shared
@@ -342,6 +344,25 @@ def test_the_queries_on_spark_are_shown_with_the_begin_of_their_run_and_their_la
         assert f"shop.{stage} running spark, stage - - 1 3 " in page.text
     assert "/handler?name=shop.bill" in page.links
     assert "app.handle" not in page.text
+
+
+def test_the_last_micro_batch_of_a_query_is_shown_and_its_error_to_those_who_may_read_messages(client: Client) -> None:
+    for stage in ("minutes", "hours", "days", "weeks"):
+        client.execute("XADD", "in", "*", "n", 1)
+        client.execute("XGROUP", "CREATE", "in", stage_group("shop", stage), "0", "ENTRIESREAD", 0)
+    batch = QueryProgress(batch=1_234, rows=50_000, rows_per_s=9_876.5, took_ms=5_000, began_ms=1_700_000_000_000)
+    failed = QueryProgress(failures=3, last_failure="ValueError: secret 7", ui="javascript:alert(1)")
+    ui = "http://127.0.0.1:4040"
+    report_progress(client, "shop", {"minutes": msgspec.structs.replace(batch, ui=ui), "hours": failed})
+    client.execute("SET", query_progress_key("shop", "days"), b"\xc1 of another program")
+    client.execute("LPUSH", query_progress_key("shop", "weeks"), "of another program")
+    for level, error in ((Level.PAYLOADS, "ValueError: secret 7"), (Level.FIGURES, "failed")):
+        with authorized(client.url, level) as viewer:
+            page = viewer.get("/queries")
+        assert f"shop.minutes 1,234 2023-11-14T22:13:20.000Z 5.0 s 50,000 9,876 0 - {ui}" in page.text
+        assert f"shop.hours - - - - - 3 {error} -" in page.text
+        assert [link for link in page.links if "4040" in link or "script" in link] == [ui]
+        assert page.text.count("shop.days") == page.text.count("shop.weeks") == 1
 
 
 def test_a_stage_that_makes_no_progress_is_in_the_attention_list(client: Client, browser: Browser) -> None:

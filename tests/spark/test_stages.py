@@ -1,6 +1,7 @@
 """Stages: ordinary PySpark beside the handlers of an app, started, watched and started again as they are."""
 
 import copy
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -14,6 +15,7 @@ from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 from examples import sales
 from millstream import App, Rows, State, load_app
+from millstream.delivery.query_progress import QueryProgress, read_progress
 from millstream.errors import ConfigError, PipelineFailed
 from millstream.redis_client.key_names import stage_group
 from millstream.redis_client.replies import mapping_of
@@ -21,7 +23,7 @@ from millstream.spark.run.liveness import begin_run
 from millstream.spark.run.stage_query import StageQuery
 from millstream.spark.run.supervisor import RunSettings, Supervisor
 from tests.support.pipelines import Pipelines
-from tests.support.waiting import eventually
+from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.spark]
 
@@ -102,6 +104,11 @@ def test_stages_branch_beside_a_handler_and_keep_their_state_through_an_upgrade(
     assert sum(batch["messages"] for batch in batches) == 40 + 20
 
 
+def reported(pipelines: Pipelines, name: str) -> QueryProgress:
+    """The progress of a query of the app as operators see it."""
+    return read_progress(pipelines.client, [("app", name)]).get(("app", name), QueryProgress())
+
+
 def test_a_stage_that_fails_is_restarted_and_stops_with_the_rest(pipelines: Pipelines, tmp_path: Path) -> None:
     mended = tmp_path / "mended"
     made: list[DataFrame] = []
@@ -123,10 +130,17 @@ def test_a_stage_that_fails_is_restarted_and_stops_with_the_rest(pipelines: Pipe
     pipelines.add("in", *({"n": n} for n in range(10)), {"millstream.redrive": "app.other", "n": 3})
     with pipelines.running(app) as background:
         eventually(lambda: "ValueError: seven" in [event.get("reason") for event in pipelines.events], "it")
+        eventually(lambda: "ValueError: seven" in reported(pipelines, "copy").last_failure, "its failure in Redis")
         mended.touch()
         eventually(lambda: "the table is away" in str(pipelines.events), "its failure to begin anew")
         eventually(lambda: len(pipelines.entries("out")) == 10, "the rest")
         eventually(lambda: background.supervisor.lag() == 0, "no lag")
+        eventually(lambda: (reported(pipelines, "copy").batch or 0) >= 1, "its second micro-batch in Redis")
+        batch = reported(pipelines, "copy")
+        assert batch.took_ms
+        assert batch.rows is not None
+        assert batch.rows_per_s is not None
+        assert abs(time.time() * 1000 - (batch.began_ms or 0)) < 1000 * FAIL_SAFE_S
     assert background.error is None
     assert [fields["n"] for _, fields in pipelines.entries("out")] == [str(n) for n in range(10)]
     events = [(event["event"], event.get("stage")) for event in pipelines.events]

@@ -169,6 +169,11 @@ def long_runs_key(app: str) -> str:
     return worker_name_key(app, ":long-runs")
 
 
+def query_progress_key(app: str, query: str) -> str:
+    """String, with a time to live: the last micro-batch of a query on Spark (msgpack). No worker can have this name."""
+    return worker_name_key(app, f":progress:{query}")
+
+
 def worker_drain_key(app: str, worker: str) -> str:
     """String, with a time to live: the holder of a worker's name that has to end the worker, and since when. No worker
     can have this name. It is in the hash slot of the worker's name, so that one script reads both.

@@ -5,10 +5,11 @@ and the Redis sink have fences of their own, a stage that writes elsewhere has n
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from threading import Event
 
+from millstream.delivery.query_progress import QueryProgress, report_progress
 from millstream.errors import AccessDenied, RedisError
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import run_name, worker_name_key
@@ -61,22 +62,31 @@ def keep_announced(
     ended: Event,
     *,
     epoch: int,
+    progress: Callable[[], Mapping[str, QueryProgress]],
     on_replaced: Callable[[set[str]], None],
 ) -> None:
-    """Renew the liveness keys until `ended`; report the names that a newer run has announced, which stay the newer run's.
+    """Renew the liveness keys and report the progress of the queries, until `ended`.
+
+    It also reports the names that a newer run has announced, which stay the newer run's.
 
     A failure is only logged, and a refused call is repeated: fences, not these keys, protect the committed progress.
     """
     renew_in, has_warned = 0, False
+    reported: Mapping[str, QueryProgress] = {}
     with Client(url) as client:
         while not ended.is_set():
             try:
                 current = names()
                 if replaced := replaced_names(client, app, current, epoch=epoch):
                     on_replaced(replaced)
+                found = {name: one for name, one in progress().items() if name not in replaced}
+                changed = {name: one for name, one in found.items() if renew_in <= 0 or one != reported.get(name)}
                 if renew_in <= 0:
                     announce_run(client, app, [one for one in current if one not in replaced], epoch=epoch)
                     renew_in = round(_INTERVAL_S / _CHECK_S)
+                if changed:
+                    report_progress(client, app, changed)
+                reported = found
             except AccessDenied as error:
                 renew_in = round(_INTERVAL_S / _CHECK_S)
                 if not has_warned:

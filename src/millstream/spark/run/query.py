@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import datetime
 from threading import Event as Flag
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -16,6 +17,7 @@ from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 from millstream.clock import Clock
 from millstream.delivery.pause import Pause
+from millstream.delivery.query_progress import QueryProgress
 from millstream.errors import ConfigError
 from millstream.redis_client.client import Client
 from millstream.spark.run.failures import Failure
@@ -106,7 +108,7 @@ class SupervisedQuery(ABC):
     * `background_failure`: what ended a background thread that the query needs
     * `has_started`: the query has been started in this run
     * `resumed`, `batch_started`: it continues from a checkpoint; it has started a batch in this run
-    * `failures`: failures in a row, without progress in between
+    * `failures`: failures in a row, without progress in between; `last_failure`: why it failed last in this run
     * `was_behind`: it has been restarted in this run because another run had moved its checkpoint on
     """
 
@@ -124,10 +126,12 @@ class SupervisedQuery(ABC):
         self.resumed = False
         self.batch_started = False
         self.failures = 0
+        self.last_failure = ""
         self.was_behind = False
         self.last_progress = 0
         self.retry_at_ms = 0.0
         self.done = False
+        self._last_progress: dict[str, Any] = {}
         self._context = context
 
     @abstractmethod
@@ -190,6 +194,19 @@ class SupervisedQuery(ABC):
             numbered = {} if batch.number is None else {"batch": batch.number}
             idle = {} if has_executors(self._context.spark) else {"reason": _NO_EXECUTOR}
             self.emit("running", **numbered, seconds=round(elapsed_ms / 1000), **idle)
+
+    def progress(self, ui: str | None) -> QueryProgress:
+        """Its last micro-batch with rows, as Spark reports it, for operators. `ui`: address of Spark's page. Raises Py4JError."""
+        found = self.query.lastProgress if self.query is not None else None
+        if found is not None and "addBatch" in found.durationMs:
+            self._last_progress = {
+                "batch": found.batchId,
+                "rows": found.numInputRows,
+                "rows_per_s": found.processedRowsPerSecond,
+                "took_ms": found.batchDuration,
+                "began_ms": round(datetime.fromisoformat(found.timestamp).timestamp() * 1000),
+            }
+        return QueryProgress(**self._last_progress, failures=self.failures, last_failure=self.last_failure, ui=ui)
 
     def emit(self, event: str, **more: Any) -> None:
         """Emit an event of this query."""

@@ -7,6 +7,7 @@ them on request or after a failure that a restart cannot fix.
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 from py4j.protocol import Py4JError, Py4JJavaError
@@ -16,6 +17,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 from millstream.app import App
 from millstream.clock import SYSTEM_CLOCK, Clock, wait_after
+from millstream.delivery.query_progress import QueryProgress
 from millstream.errors import (
     AccessDenied,
     ConfigError,
@@ -175,7 +177,22 @@ class Supervisor:
                 if supervised.kind == "stage" and supervised.name in names:
                     supervised.background_failure = Failure(kind=StaleOwner, reason="a newer run of it has taken over")
 
-        keep_announced(self._settings.url, self._app, self._names, self._ended, epoch=epoch, on_replaced=on_replaced)
+        keep_announced(
+            self._settings.url,
+            self._app,
+            self._names,
+            self._ended,
+            epoch=epoch,
+            progress=self._progress,
+            on_replaced=on_replaced,
+        )
+
+    def _progress(self) -> dict[str, QueryProgress]:
+        """The last micro-batch of each query that is not finished; none once Java has ended."""
+        with suppress(Py4JError, PySparkException, OSError):
+            ui = self._spark.sparkContext.uiWebUrl
+            return {one.name: one.progress(ui) for one in self._supervised if not one.done}
+        return {}
 
     def _names(self) -> list[str]:
         """Return the names of the queries that are not finished."""
@@ -296,7 +313,7 @@ class Supervisor:
         supervised.last_progress = progress
         self._check_failures(supervised, failure)
         wait_ms = wait_after(supervised.failures, *WAITS_MS)
-        supervised.query = None
+        supervised.query, supervised.last_failure = None, failure.reason
         supervised.retry_at_ms = self._clock.monotonic_ms() + wait_ms
         logger.warning("%s failed: %s; restarting in %.0f s", supervised.label, failure.reason, wait_ms / 1000)
         supervised.emit("restarting", reason=failure.reason)
