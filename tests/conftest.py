@@ -25,6 +25,8 @@ from tests.support.processes_left_behind import RunGuardian
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+    from tests.support.browser import Chromium
+
 pytest_plugins = ["pytester"]
 
 AREAS = ("worker", "keys", "groups", "balancer", "router", "master", "spark", "sink", "cli", "chaos")
@@ -64,6 +66,15 @@ def spark() -> "Iterator[SparkSession]":
 
     with shared_session() as session:
         yield session
+
+
+@pytest.fixture(scope="session")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Chromium]":
+    """One browser for all tests of a process, each of which opens a page of its own."""
+    from tests.support.browser import Chromium  # most processes of a run need no browser
+
+    with Chromium(tmp_path_factory.mktemp("chromium")) as started:
+        yield started
 
 
 @pytest.fixture(autouse=True)

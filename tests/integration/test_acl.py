@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -76,8 +77,9 @@ def login(admin: Client, line: str, *, without: str = "") -> str:
     return admin.url.replace("redis://", f"redis://{words[2]}:secret@", 1)
 
 
+@cache
 def printed(role: str, *options: str) -> str:
-    """The one rule that the command prints."""
+    """The one rule that the command prints, always the same."""
     return call("acl", role, *(options or NARROW)).out.strip()
 
 

@@ -12,7 +12,7 @@ import pytest
 from millstream.redis_client.client import Client
 from millstream.redis_client.replies import mapping_of
 from tests.support.applications import Application, serving
-from tests.support.browser import Browser
+from tests.support.browser import Browser, Chromium
 from tests.support.commandline import free_port
 from tests.support.gateways import Events
 from tests.support.waiting import eventually
@@ -115,9 +115,9 @@ def test_a_name_that_could_reach_other_streams_is_refused(client: Client, tmp_pa
 
 
 def test_the_page_shows_the_same_answer_after_it_is_reloaded_in_the_middle_of_it(
-    client: Client, tmp_path: Path
+    client: Client, tmp_path: Path, chromium: Chromium
 ) -> None:
-    with chat(client.url, tmp_path / "log") as web, Browser(f"{web.url}/#session", tmp_path / "profile") as browser:
+    with chat(client.url, tmp_path / "log") as web, Browser(f"{web.url}/#session", chromium) as browser:
         text = "Array.from(document.querySelectorAll('#chat *'), one => one.textContent).join('|')"
         eventually(lambda: browser.run("document.readyState === 'complete' && document.forms.length"), "the page")
         browser.run("document.forms[0].elements[0].value = '<b>hello</b>'; document.forms[0].requestSubmit()")

@@ -29,6 +29,7 @@ from millstream.redis_client.redaction import redact_url
 from millstream.redis_client.scripts import Script
 from millstream.testing.proxy import Proxy
 from millstream.testing.topologies import tls_server
+from tests.support.calls import calls_of
 from tests.support.clocks import ManualClock
 
 pytestmark = [pytest.mark.cli, pytest.mark.groups]
@@ -271,6 +272,16 @@ def test_a_refused_connection_is_unavailable_and_its_error_shows_no_password() -
 def test_the_error_of_a_bad_url_shows_a_good_one(url: str) -> None:
     with Client(url) as client, pytest.raises(ConfigError):
         client.execute("PING")
+
+
+def test_a_client_connects_without_a_look_at_the_installed_packages(millstream_url: str) -> None:
+    def connect() -> None:
+        with Client(millstream_url) as new:
+            new.execute("PING")
+
+    names = calls_of(connect)
+    assert "parse_url" in names
+    assert "get_lib_version" not in names
 
 
 def test_patience_waits_with_back_off_logs_it_and_ends_when_redis_answers(caplog: pytest.LogCaptureFixture) -> None:

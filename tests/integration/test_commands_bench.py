@@ -72,9 +72,14 @@ def test_a_measurement_without_a_message_says_what_to_do(client: Client) -> None
         rounds.run(0.0, lambda *_: None)
 
 
-def test_an_empty_local_redis_is_measured_without_a_question_and_empty_afterwards(client: Client) -> None:
-    shown = call(*QUICK, url=client.url)
+def test_an_empty_local_redis_is_measured_with_the_rights_of_its_page_without_a_question_and_empty_afterwards(
+    client: Client,
+) -> None:
+    rule = call("acl", "worker", "producer", "--stream", "bench-*", "--user", "some").out
+    client.execute(*rule.split(), "+dbsize", ">secret")
+    shown = call(*QUICK, url=client.url.replace("redis://", "redis://some:secret@", 1))
     assert shown.code == 0
+    assert client.execute("ACL", "LOG") == []
     heading, *rows = shown.out.splitlines()
     assert heading.split("  ")[0] == "one process"
     assert [row.split("  ")[0] for row in rows] == ["redis-py, read and ack", "worker, no key", "worker, by key"]
@@ -84,13 +89,9 @@ def test_an_empty_local_redis_is_measured_without_a_question_and_empty_afterward
     assert keys(client) == []
 
 
-def test_json_has_rates_and_their_ratios(client: Client) -> None:
-    found = call(*QUICK, "--json", url=client.url).json()
-    assert found["worker_ratio"] == pytest.approx(found["worker_per_s"] / found["raw_per_s"], abs=0.002)
-    assert found["keyed_ratio"] == pytest.approx(found["keyed_per_s"] / found["raw_per_s"], abs=0.002)
-
-
-def test_a_redis_with_other_data_is_asked_about_first_and_keeps_it(client: Client) -> None:
+def test_a_redis_with_other_data_is_asked_about_first_and_keeps_it_and_json_has_rates_and_their_ratios(
+    client: Client,
+) -> None:
     client.execute("SET", "mine", 1)
     refused = call(*QUICK, url=client.url)
     assert refused.code == 2
@@ -98,14 +99,22 @@ def test_a_redis_with_other_data_is_asked_about_first_and_keeps_it(client: Clien
     assert "add --yes" in refused.err
     assert in_a_terminal(*QUICK, url=client.url, answer=b"n\n").code == 1
     assert keys(client) == [b"mine"]
-    assert call(*QUICK, "--yes", url=client.url).code == 0
+    shown = call(*QUICK, "--yes", "--json", url=client.url)
+    assert shown.code == 0
     assert keys(client) == [b"mine"]
+    found = shown.json()
+    assert found["worker_ratio"] == pytest.approx(found["worker_per_s"] / found["raw_per_s"], abs=0.002)
+    assert found["keyed_ratio"] == pytest.approx(found["keyed_per_s"] / found["raw_per_s"], abs=0.002)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 1)])
-def test_its_keys_are_removed_when_it_is_interrupted(client: Client, number: signal.Signals, code: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "code", "measured"), [(signal.SIGINT, 130, b".keyed:"), (signal.SIGTERM, 1, b".plain:")]
+)
+def test_its_keys_are_removed_when_it_is_interrupted_in_the_last_measurement_or_before(
+    client: Client, number: signal.Signals, code: int, measured: bytes
+) -> None:
     with running("bench", "--for", "50m", url=client.url) as process:
-        eventually(lambda: any(b".keyed:" in key for key in keys(client)), "the keys of the last measurement")
+        eventually(lambda: any(measured in key for key in keys(client)), "the keys of the measurement")
         process.send_signal(number)
         stopped = ended(process)
     assert (stopped.code, stopped.out) == (code, "")
@@ -117,14 +126,6 @@ def test_a_redis_that_is_nearly_full_is_refused_and_not_written_to(client: Clien
     refused = call(*QUICK, "--yes", url=client.url)
     assert refused.code == 1
     assert "left up to maxmemory, and this needs up to 64.0 MB: choose another Redis" in refused.err
-    assert keys(client) == []
-
-
-def test_the_rights_that_its_page_names_are_enough(client: Client) -> None:
-    rule = call("acl", "worker", "producer", "--stream", "bench-*", "--user", "some").out
-    client.execute(*rule.split(), "+dbsize", ">secret")
-    assert call(*QUICK, url=client.url.replace("redis://", "redis://some:secret@", 1)).code == 0
-    assert client.execute("ACL", "LOG") == []
     assert keys(client) == []
 
 

@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from millstream.cli.main import COMMANDS
+from millstream.cli.main import COMMANDS, main
 from tests.support.requirements import skip_without
 
 pytestmark = [pytest.mark.cli]
@@ -17,17 +18,24 @@ PROGRAM = "from millstream.cli.main import main; main()"
 HEAVY = {"pyspark", "pandas", "fastapi", "uvicorn", "httpx", "rich", "opentelemetry.sdk", "matplotlib"}
 
 
-def completed(line: str, *, shell: str = "bash", program: str = PROGRAM) -> list[str]:
-    """What `millstream` offers for the last word of a line."""
-    words = line.split(" ")
-    asked = {
+def asked(line: str, shell: str = "bash") -> dict[str, str]:
+    """The environment in which a shell asks for completions of the last word of a line."""
+    return {
         "_MILLSTREAM_COMPLETE": f"complete_{shell}",
         "COMP_WORDS": line,
-        "COMP_CWORD": str(len(words) - 1),
+        "COMP_CWORD": str(len(line.split(" ")) - 1),
         "_TYPER_COMPLETE_ARGS": line,
     }
+
+
+def completed(line: str, *, shell: str = "bash", program: str = PROGRAM) -> list[str]:
+    """What a process of `millstream` offers for the last word of a line."""
     done = subprocess.run(
-        [sys.executable, "-c", program], env={**os.environ, **asked}, capture_output=True, text=True, check=False
+        [sys.executable, "-c", program],
+        env={**os.environ, **asked(line, shell)},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.stderr == ""
     return done.stdout.split("\n")[:-1]
@@ -47,7 +55,8 @@ def completed(line: str, *, shell: str = "bash", program: str = PROGRAM) -> list
     ],
 )
 def test_commands_verbs_options_and_values_are_completed(line: str, offered: list[str]) -> None:
-    assert completed(line) == offered
+    done = CliRunner().invoke(main, [], env=asked(line), prog_name="millstream", catch_exceptions=False)
+    assert (done.stdout.split("\n")[:-1], done.stderr) == (offered, "")
 
 
 @pytest.mark.parametrize(

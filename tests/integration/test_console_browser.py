@@ -16,15 +16,16 @@ from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
 from millstream.redis_client.pipelining import server_time_ms
 from tests.support.accessibility import Axe, press_key, unreached
-from tests.support.browser import Browser
+from tests.support.browser import Browser, Chromium
 from tests.support.console_browsing import await_login, await_text, log_in, press, reach, visit
+from tests.support.console_threads import ConsoleThread
 from tests.support.consoles import TOKENS, fill_with, write_tokens
-from tests.support.service_process import ServiceProcess
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.cli]
 
 KEYS = HandlerKeys("shop", "pay", "orders")
+HOUR_MS = 3_600_000.0
 PAGES = (
     *(
         "/",
@@ -84,7 +85,7 @@ WINDOWS = ((390, False), (1_440, True))
 
 
 @pytest.fixture
-def console(client: Client, tmp_path: Path) -> Iterator[ServiceProcess]:
+def console(client: Client, tmp_path: Path) -> Iterator[ConsoleThread]:
     fill_with(client, "x")
     Group(client, "orders", "readers").create()
     ((_, letter),) = client.execute("XRANGE", KEYS.dead_letters, "-", "+")
@@ -93,14 +94,14 @@ def console(client: Client, tmp_path: Path) -> Iterator[ServiceProcess]:
     for minutes in (40, 3, 2):
         at_ms = server_time_ms(client) - minutes * STEP_MS
         FigureHistory(client).add(read_sample(client, at_ms))
-    with ServiceProcess(("console", "--token-file", str(write_tokens(tmp_path))), (), client.url) as started:
+    with ConsoleThread(client.url, write_tokens(tmp_path), renew_ms=HOUR_MS) as started:
         yield started
 
 
 def test_an_operator_logs_in_and_unparks_a_key_by_forms(
-    console: ServiceProcess, client: Client, tmp_path: Path
+    console: ConsoleThread, client: Client, chromium: Chromium
 ) -> None:
-    with Browser(f"{console.url}/", tmp_path / "profile") as browser:
+    with Browser(f"{console.url}/", chromium) as browser:
         log_in(browser, "operate")
         visit(browser, f"{console.url}/key?handler=shop.pay&stream=orders&key=parked+x")
         press(browser, "form[action='/key/unpark'] button", "The key goes on.")
@@ -135,13 +136,13 @@ def other_site(html: str) -> Iterator[str]:
 
 
 def test_a_link_of_another_site_shows_its_page_and_a_form_of_one_changes_nothing(
-    console: ServiceProcess, client: Client, tmp_path: Path
+    console: ConsoleThread, client: Client, chromium: Chromium
 ) -> None:
     page = f"{console.url}/key?handler=shop.pay&amp;stream=orders&amp;key=parked+x"
     fields = {"handler": "shop.pay", "stream": "orders", "key": "parked x"}
     inputs = "".join(f'<input name="{name}" value="{value}">' for name, value in fields.items())
     html = f'<a href="{page}">the key</a><form method="post" action="{console.url}/key/unpark">{inputs}<button>Go</button></form>'
-    with other_site(html) as site, Browser(f"{console.url}/", tmp_path / "profile") as browser:
+    with other_site(html) as site, Browser(f"{console.url}/", chromium) as browser:
         log_in(browser, "operate")
         there = f"document.readyState === 'complete' && location.href === {site!r} && document.links.length"
         for selector, until in (("a", "Key parked x of shop.pay"), ("button", "pages of other origins may not")):
@@ -155,10 +156,10 @@ def test_a_link_of_another_site_shows_its_page_and_a_form_of_one_changes_nothing
 
 
 def test_each_page_fits_its_window_has_contrast_and_labels_passes_axe_and_is_reached_by_tab(
-    console: ServiceProcess, tmp_path: Path
+    console: ConsoleThread, chromium: Chromium
 ) -> None:
     axe = Axe()
-    with Browser(f"{console.url}/", tmp_path / "profile") as browser:
+    with Browser(f"{console.url}/", chromium) as browser:
         await_login(browser)
         assert violations(browser, axe) == {}
         log_in(browser, "admin")
@@ -199,9 +200,9 @@ def violations(browser: Browser, axe: Axe) -> dict[str, object]:
 
 
 def test_the_keyboard_reaches_the_content_first_and_its_place_is_visible(
-    console: ServiceProcess, tmp_path: Path
+    console: ConsoleThread, chromium: Chromium
 ) -> None:
-    with Browser(f"{console.url}/", tmp_path / "profile") as browser:
+    with Browser(f"{console.url}/", chromium) as browser:
         log_in(browser, "payloads")
         first = browser.run("document.querySelector('a, button, input').className")
         assert first == "skip"
@@ -209,9 +210,9 @@ def test_the_keyboard_reaches_the_content_first_and_its_place_is_visible(
         assert browser.run("getComputedStyle(document.activeElement).outlineStyle") == "solid"
 
 
-def test_axe_finds_a_field_without_a_name_and_text_that_is_faint(console: ServiceProcess, tmp_path: Path) -> None:
+def test_axe_finds_a_field_without_a_name_and_text_that_is_faint(console: ConsoleThread, chromium: Chromium) -> None:
     axe = Axe()
-    with Browser(f"{console.url}/", tmp_path / "profile") as browser:
+    with Browser(f"{console.url}/", chromium) as browser:
         log_in(browser, "figures")
         spoil = "document.querySelector('.find input').removeAttribute({!r}); 0"
         for name in ("aria-label", "placeholder"):
@@ -222,9 +223,9 @@ def test_axe_finds_a_field_without_a_name_and_text_that_is_faint(console: Servic
 
 
 def test_an_operator_logs_in_and_unparks_a_key_by_keyboard(
-    console: ServiceProcess, client: Client, tmp_path: Path
+    console: ConsoleThread, client: Client, chromium: Chromium
 ) -> None:
-    with Browser(f"{console.url}/", tmp_path / "profile") as browser:
+    with Browser(f"{console.url}/", chromium) as browser:
         await_login(browser)
         reach(browser, "#token")
         browser.command("Input.insertText", text=TOKENS["operate"])

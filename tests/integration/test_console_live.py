@@ -30,7 +30,7 @@ from millstream.services.console.sessions import SESSION_COOKIE, Sessions
 from millstream.services.console.stream_names import StreamNames
 from millstream.services.console.views import PAGES
 from tests.support.accessibility import Axe
-from tests.support.browser import Browser
+from tests.support.browser import Browser, Chromium
 from tests.support.command_stats import commands_run
 from tests.support.console_browsing import await_text, log_in, visit
 from tests.support.console_threads import ConsoleThread
@@ -203,9 +203,9 @@ def started(filled: Client, tmp_path: Path) -> Iterator[ConsoleThread]:
 
 
 @pytest.fixture
-def browser(started: ConsoleThread, tmp_path: Path) -> Iterator[Browser]:
+def browser(started: ConsoleThread, chromium: Chromium) -> Iterator[Browser]:
     """A browser in which an operator has logged in, and which reports what the policy of a page forbids."""
-    with Browser(f"{started.url}/", tmp_path / "profile") as opened:
+    with Browser(f"{started.url}/", chromium) as opened:
         opened.command("Page.enable")
         opened.command("Page.addScriptToEvaluateOnNewDocument", source=REPORTS)
         opened.command("Emulation.setFocusEmulationEnabled", enabled=True)

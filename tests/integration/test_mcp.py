@@ -20,7 +20,7 @@ from tests.support.consoles import fill_with
 from tests.support.dead_letters import add_dead_letter
 from tests.support.urls import PASSWORD, contains_password
 
-pytestmark = [pytest.mark.cli]
+pytestmark = [pytest.mark.cli, pytest.mark.xdist_group("mcp")]
 
 PAGE = Path(__file__).parents[2] / "docs/commands.md"
 CARD = "4111-1111"
@@ -89,10 +89,10 @@ def serving(url: str, *options: str) -> Iterator[Server]:
             assert (server.end().code, process.returncode) == (0, 0)
 
 
-@pytest.fixture
-def client(millstream_fresh_server: EmbeddedServer) -> Iterator[Client]:
-    """Of a Redis with something to show for every tool."""
-    with Client(millstream_fresh_server.url) as opened:
+@contextmanager
+def filled(redis: EmbeddedServer) -> Iterator[Client]:
+    """A client of a Redis that gets something to show for every tool."""
+    with Client(redis.url) as opened:
         fill_with(opened, "x")
         add_dead_letter(opened, [b"card", CARD.encode()])
         add_dead_letter(opened, [b"card", CARD.encode(), b"card", b"twice"])
@@ -101,6 +101,19 @@ def client(millstream_fresh_server: EmbeddedServer) -> Iterator[Client]:
         assert call("lease", "add", "calls", "call:1", url=opened.url).code == 0
         Partitions(opened, "bills").create(2)
         yield opened
+
+
+@pytest.fixture
+def client(millstream_fresh_server: EmbeddedServer) -> Iterator[Client]:
+    with filled(millstream_fresh_server) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def asked() -> Iterator[Server]:
+    """One server for many questions."""
+    with EmbeddedServer() as redis, filled(redis) as client, serving(client.url) as server:
+        yield server
 
 
 def dumps(client: Client) -> dict[bytes, bytes]:
@@ -198,13 +211,12 @@ def test_values_of_fields_and_states_are_hidden_unless_payloads_are_asked_for(cl
     ],
 )
 def test_the_error_of_a_command_is_the_result_of_its_tool(
-    tool: str, arguments: Mapping[str, Any], message: str, client: Client
+    tool: str, arguments: Mapping[str, Any], message: str, asked: Server
 ) -> None:
-    with serving(client.url) as server:
-        result = server.call(tool, **arguments)
-        assert result["isError"]
-        assert result["structuredContent"]["lines"] == []
-        assert result["structuredContent"]["messages"][-1].startswith(message), result
+    result = asked.call(tool, **arguments)
+    assert result["isError"]
+    assert result["structuredContent"]["lines"] == []
+    assert result["structuredContent"]["messages"][-1].startswith(message), result
 
 
 def test_requests_that_cannot_be_answered_are_errors_and_the_next_one_is_answered(client: Client) -> None:
@@ -228,16 +240,17 @@ def test_requests_that_cannot_be_answered_are_errors_and_the_next_one_is_answere
         assert server.ask("ping")["result"] == {}
 
 
-@pytest.mark.parametrize(
-    ("asked", "chosen"), [("2025-06-18", "2025-06-18"), ("2024-11-05", "2024-11-05"), ("1999-01-01", "2025-06-18")]
-)
-def test_a_client_gets_its_own_version_of_the_protocol_if_the_server_knows_it(
-    asked: str, chosen: str, client: Client
-) -> None:
+def test_a_client_gets_its_own_version_of_the_protocol_if_the_server_knows_it(client: Client) -> None:
     with serving(client.url) as server:
-        found = server.ask("initialize", protocolVersion=asked, capabilities={}, clientInfo={"name": "t"})["result"]
-        assert (found["protocolVersion"], found["capabilities"]) == (chosen, {"tools": {}})
-        assert found["serverInfo"]["name"] == "millstream"
+        for wanted, chosen in (
+            ("2025-06-18", "2025-06-18"),
+            ("2024-11-05", "2024-11-05"),
+            ("1999-01-01", "2025-06-18"),
+        ):
+            about = {"protocolVersion": wanted, "capabilities": {}, "clientInfo": {"name": "t"}}
+            found = server.ask("initialize", **about)["result"]
+            assert (found["protocolVersion"], found["capabilities"]) == (chosen, {"tools": {}})
+            assert found["serverInfo"]["name"] == "millstream"
         assert server.end() == Outcome(code=0, out="", err="")
 
 

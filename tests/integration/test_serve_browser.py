@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from millstream.redis_client.client import Client
-from tests.support.browser import Browser
+from tests.support.browser import Browser, Chromium
 from tests.support.commandline import free_port
 from tests.support.gateways import Server, publish
 from tests.support.waiting import eventually
@@ -35,7 +35,9 @@ def fill(browser: Browser, **values: str) -> None:
     browser.run("document.querySelector('button').click()")
 
 
-def test_the_example_page_follows_a_stream_through_restarts_and_shows_gaps(millstream_url: str, tmp_path: Path) -> None:
+def test_the_example_page_follows_a_stream_through_restarts_and_shows_gaps(
+    millstream_url: str, tmp_path: Path, chromium: Chromium
+) -> None:
     (tmp_path / "tokens").write_text(f"{TOKEN} entity:*\n")
     # With tickets this short, none is good any more when the page comes back.
     # It is to come back to the port that it knows, which no client may use meanwhile.
@@ -51,7 +53,7 @@ def test_the_example_page_follows_a_stream_through_restarts_and_shows_gaps(mills
     )
     with Client(millstream_url) as client:
         ids = publish(client, "entity:1", range(2))
-        with Server(millstream_url, *options) as server, Browser(f"{server.url}/", tmp_path / "profile") as browser:
+        with Server(millstream_url, *options) as server, Browser(f"{server.url}/", chromium) as browser:
             eventually(lambda: browser.run("document.readyState === 'complete' && document.forms.length"), "the page")
             fill(browser, stream="entity:1", token=TOKEN, after="earliest")
             eventually(lambda: len(lines(browser)) == 2, "the history")

@@ -1,13 +1,13 @@
-"""A real browser for tests: headless Chromium, driven over its DevTools protocol."""
+"""A real browser for tests, one for those of a process: headless Chromium, driven over its DevTools protocol."""
 
 import json
 import shutil
 import subprocess
+from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
-import httpx
 from websockets.sync.client import connect
 
 from tests.support.processes import kill_with_descendants
@@ -38,27 +38,75 @@ def _program() -> str:
     return found
 
 
-class Browser:
-    """A browser that shows one page. A context manager that kills it at the end. Requires Chromium."""
+class _DevTools:
+    """A connection of the DevTools protocol, to a browser or to one of its pages. A context manager that closes it."""
 
-    def __init__(self, url: str, profile: Path) -> None:
-        self._url = url
-        self._profile = profile
+    def __init__(self, address: str) -> None:
+        self._opening = connect(address, proxy=None, open_timeout=FAIL_SAFE_S, close_timeout=1)
         self._numbers = count(1)
 
     def __enter__(self) -> Self:
-        command = [_program(), *_FLAGS, f"--user-data-dir={self._profile}", self._url]
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        port = self._port()
-        pages = httpx.get(f"http://127.0.0.1:{port}/json/list", timeout=FAIL_SAFE_S, trust_env=False).json()
-        address = next(page["webSocketDebuggerUrl"] for page in pages if page["type"] == "page")
-        self._opening = connect(address, proxy=None, open_timeout=FAIL_SAFE_S, close_timeout=1)
         self._socket = self._opening.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._opening.__exit__(None, None, None)
-        kill_with_descendants(self._process)
+
+    def command(self, method: str, **parameters: Any) -> Any:
+        """The answer to a command."""
+        number = next(self._numbers)
+        self._socket.send(json.dumps({"id": number, "method": method, "params": parameters}))
+        while True:
+            answer = json.loads(self._socket.recv(FAIL_SAFE_S))
+            if answer.get("id") == number:
+                return answer
+
+
+class Chromium:
+    """A running browser, for the pages of many tests. A context manager that kills it at the end. Requires Chromium."""
+
+    def __init__(self, profile: Path) -> None:
+        self._profile = profile
+
+    def __enter__(self) -> Self:
+        command = [_program(), *_FLAGS, f"--user-data-dir={self._profile}", "about:blank"]
+        with ExitStack() as stack:
+            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            stack.callback(kill_with_descendants, process)
+            port, path = self._address()
+            self.address = f"ws://127.0.0.1:{port}"
+            self.tools = stack.enter_context(_DevTools(self.address + path))
+            self._ending = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ending.close()
+
+    def _address(self) -> list[str]:
+        file = self._profile / "DevToolsActivePort"
+        eventually(lambda: file.exists() and len(file.read_text().split()) == 2, "the browser to start")
+        return file.read_text().split()
+
+
+class Browser:
+    """A browser that shows one page, with cookies and storage of its own. A context manager that closes it."""
+
+    def __init__(self, url: str, chromium: Chromium) -> None:
+        self._url = url
+        self._chromium = chromium
+
+    def __enter__(self) -> Self:
+        tools = self._chromium.tools
+        context = tools.command("Target.createBrowserContext")["result"]["browserContextId"]
+        with ExitStack() as stack:
+            stack.callback(tools.command, "Target.disposeBrowserContext", browserContextId=context)
+            page = tools.command("Target.createTarget", url=self._url, browserContextId=context)["result"]["targetId"]
+            self._tools = stack.enter_context(_DevTools(f"{self._chromium.address}/devtools/page/{page}"))
+            self._ending = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ending.close()
 
     def run(self, script: str) -> Any:
         """The value of a JavaScript expression in the page; None if another page replaces it meanwhile."""
@@ -71,21 +119,10 @@ class Browser:
 
     def command(self, method: str, **parameters: Any) -> Any:
         """The answer to a command of the DevTools protocol."""
-        number = next(self._numbers)
-        self._socket.send(json.dumps({"id": number, "method": method, "params": parameters}))
-        while True:
-            answer = json.loads(self._socket.recv(FAIL_SAFE_S))
-            if answer.get("id") == number:
-                return answer
+        return self._tools.command(method, **parameters)
 
     def show(self, *, width: int, dark: bool) -> None:
         """Give the window this width, in pixels, and let the user prefer dark or light colours."""
         self.command("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.command("Emulation.setEmulatedMedia", features=[scheme])
-
-    def _port(self) -> int:
-        file = self._profile / "DevToolsActivePort"
-        lines = eventually(lambda: file.exists() and file.read_text().splitlines(), "the browser to start")
-        assert lines
-        return int(lines[0])

@@ -1,4 +1,4 @@
-"""A console in a thread of the test, whose open pages renew their figures often."""
+"""A console in a thread of the test, whose open pages renew their figures often, or as often as it says."""
 
 import asyncio
 import threading
@@ -18,21 +18,20 @@ from millstream.services.web.http_server import Server
 from millstream.services.web.listen import listen, url_of
 from tests.support.waiting import FAIL_SAFE_S
 
-_RENEW_MS = 300.0
 _CONNECTIONS = 100
 
 
 class ConsoleThread:
     """A console with the tokens of a file, on `port` or any free one. A context manager that stops it at the end."""
 
-    def __init__(self, redis_url: str, token_file: Path, *, port: int = 0) -> None:
+    def __init__(self, redis_url: str, token_file: Path, *, port: int = 0, renew_ms: float = 300.0) -> None:
         tokens, self._clients = ConsoleTokens(), ClientPool(redis_url)
         tokens.read(token_file)
         parts = ConsoleParts(
             clients=self._clients,
             guard=make_guard(self._clients, tokens, token_file),
-            names=StreamNames(redis_url, keep_ms=_RENEW_MS),
-            live=LiveReads(keep_ms=_RENEW_MS),
+            names=StreamNames(redis_url, keep_ms=renew_ms),
+            live=LiveReads(keep_ms=renew_ms),
         )
         limits = Limits(connections=_CONNECTIONS)
         self._server = Server(make_console(parts), limits, metrics=Recorder(), stop_s=1, headers=SECURE_HEADERS)

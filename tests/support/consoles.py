@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from html import unescape
 from html.parser import HTMLParser
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -116,13 +117,17 @@ class _Reader(HTMLParser):
 
 
 class _InProcess(httpx.BaseTransport):
-    """Calls an ASGI application in this process, on an event loop for each request."""
+    """Calls an ASGI application in this process, on an event loop of its own."""
 
     def __init__(self, app: Any) -> None:
         self._inner = httpx.ASGITransport(app, raise_app_exceptions=False)
+        self._runner = asyncio.Runner()
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
-        return asyncio.run(self._answer(request))
+        return self._runner.run(self._answer(request))
+
+    def close(self) -> None:
+        self._runner.close()
 
     async def _answer(self, request: httpx.Request) -> httpx.Response:
         answer = await self._inner.handle_async_request(request)
@@ -176,15 +181,21 @@ def authorized(url: str, level: Level | None, **options: Any) -> Iterator[Browse
 
 
 def pages_reached(browser: Browser, *starts: str, most: int = 200) -> dict[str, Page]:
-    """All pages that links lead to, from these pages on, but for those that only reload."""
-    found: dict[str, Page] = {}
-    waiting = ["/", *starts]
-    while waiting and len(found) < most:
+    """All pages that links lead to, from the first page and these on, but for those that only reload."""
+    return dict(islice(pages_one_by_one(browser, "/", *starts), most))
+
+
+def pages_one_by_one(browser: Browser, *starts: str) -> Iterator[tuple[str, Page]]:
+    """The path of each page that links lead to, from these pages on, and the page, as it is received."""
+    found: set[str] = set()
+    waiting = [*starts]
+    while waiting:
         path = unescape(waiting.pop(0))
         if path not in found and path.startswith("/") and "refresh=" not in path:
-            found[path] = browser.get(path)
-            waiting += found[path].links
-    return found
+            found.add(path)
+            page = browser.get(path)
+            yield path, page
+            waiting += page.links
 
 
 def fill_with(client: Client, secret: str) -> KeyedStream:

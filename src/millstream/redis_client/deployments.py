@@ -114,10 +114,10 @@ def _connection_settings(url: str) -> dict[str, Any]:
     database = "" if parts.scheme == "unix" else parts.path.strip("/")
     if (database and not database.isdecimal()) or settings.get("db", 0) < 0:
         raise ValueError(f"{database or settings['db']!r} is not a database; write its number, like /0")
+    options = {name: value for name, value in settings.items() if name != "connection_class"}
     try:
-        settings.get("connection_class", Connection)(
-            **{name: value for name, value in settings.items() if name != "connection_class"}
-        )
+        # Without `driver_info`, redis-py would look for its version among the installed packages: half a millisecond.
+        settings.get("connection_class", Connection)(**{"driver_info": None, **options})
     except (TypeError, redis.exceptions.RedisError) as error:
         raise ValueError(f"an option after the '?' is unknown or wrong ({error})") from error
     return settings

@@ -56,7 +56,6 @@ def operate(url: str, admin: Client) -> None:
     admin.execute("HSET", KEYS.state, "A", b"\x80")
     examine(url)
     command(url, "check", f"{__name__}:checked_app", "--yes")
-    command(url, "replay", f"{__name__}:checked_app", "by_number", "1", "--yes")
     command(url, "dlq", "show", letters_of(admin)[0])
     command(url, "dlq", "edit", "shop", letters_of(admin)[0], "--set", "n=1", "--by", "1", "--yes")
     for words in ("info", "dlq list", "dlq redrive shop --limit 1 --yes", "dlq purge --all --yes"):
@@ -96,6 +95,8 @@ def operate(url: str, admin: Client) -> None:
     assert not admin.execute("EXISTS", gone.meta)
     command(url, "tail", "orders", "--no-follow")
     command(url, "tail", "orders", "--from", "earliest", "--limit", "1")
+    # Last, as it starts a process: most rights that an operator lacks are refused before.
+    command(url, "replay", f"{__name__}:checked_app", "by_number", "1", "--yes")
 
 
 def letters_of(admin: Client) -> list[str]:

@@ -12,7 +12,7 @@ from millstream.redis_client.key_names import history_writer_key
 from millstream.services.console import Level
 from millstream.services.console.history_writer import HistoryWriter
 from tests.support.acl_scenarios.commands import WITHOUT_THEIR_RIGHTS
-from tests.support.consoles import Browser, Page, authorized, console, fill_with, pages_reached
+from tests.support.consoles import Browser, Page, authorized, console, fill_with, pages_one_by_one
 
 KEY = "/key?handler=shop.pay&stream=orders&key=parked+x"
 LETTERS = "/letters?handler=shop.pay"
@@ -30,7 +30,7 @@ def manage(url: str, admin: Client) -> None:
         client.execute("PING")  # as at the start of the process
     write_history(url, admin)
     with authorized(url, Level.ADMIN) as browser:
-        for page in pages_reached(browser, "/workers?service=calls").values():
+        for _, page in pages_one_by_one(browser, "/", "/workers?service=calls"):
             granted(page)
         for text in ("parked x", "nothing", "1-1"):
             granted(browser.get(f"/find?q={text}"))
@@ -78,7 +78,8 @@ def act(browser: Browser, keyed: KeyedStream) -> None:
     for path in ("/key/skip", "/key/park", "/key/reset"):
         send(browser, KEY, path)
     send(browser, LETTERS, "/letters/export")
-    edit = next(one for one in pages_reached(browser, LETTERS) if one.startswith("/letter/edit"))
+    letter = next(one for one in granted(browser.get(LETTERS)).links if one.startswith("/letter?"))
+    edit = next(one for one in granted(browser.get(letter)).links if one.startswith("/letter/edit"))
     send(browser, edit, "/letter/edit", name0="n", value0="1")
     send(browser, KEY, "/key/skip")
     send(browser, LETTERS, "/letters/redrive")
