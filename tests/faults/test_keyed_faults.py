@@ -24,7 +24,7 @@ LONG_CLAIM_S = 3 * CLAIM_S
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
 pytestmark = [pytest.mark.keys, pytest.mark.faults]
 
-MESSAGES, KEYS, MOST, ROUNDS = (120_000, 1_000, 8, 32) if SOAK else (6_000, 300, 3, 8)
+MESSAGES, KEYS, MOST, ROUNDS = (120_000, 1_000, 8, 32) if SOAK else (3_000, 300, 3, 8)
 HOT, COLD = (150_000, 4_000) if SOAK else (10_000, 200)
 
 
@@ -170,8 +170,8 @@ def owner_of(worker: psutil.Process) -> bytes:
 def test_a_message_that_kills_its_worker_dies_and_its_key_and_all_others_go_on(
     fresh_client: Client, tmp_path: Path, print_figures: PrintFigures
 ) -> None:
-    expectations = KeyedExpectations(fresh_client, tmp_path)
-    with RunningWorkers(fresh_client.url, tmp_path, app="keyed") as workers, watched(expectations) as watch:
+    expectations = KeyedExpectations(fresh_client, tmp_path, app="brittle")
+    with RunningWorkers(fresh_client.url, tmp_path, app="brittle") as workers, watched(expectations) as watch:
         workers.ready()
         expectations.publish_keys(300, 20, ms=1)
         dead = [expectations.publish_key(f"k{number}", 1, do="exit-1")[0] for number in ((1, 2) if SOAK else (1,))]
