@@ -30,7 +30,7 @@ from tests.support.worker_processes import PrintFigures
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
 pytestmark = [pytest.mark.balancer, pytest.mark.faults]
 
-STREAMS = 2_000 if SOAK else 300
+STREAMS = 2_000 if SOAK else 120
 LEASE_MS = 1_500
 MEDIUM_MS = 4_000
 """Where the lease of one owner is to end, and no other although the machine is slow."""

@@ -21,7 +21,7 @@ from tests.support.worker_processes import PrintFigures, RunningWorkers
 pytestmark = [pytest.mark.keys, pytest.mark.faults]
 
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
-KILLS, KEYS, EACH = (200, 400, 120) if SOAK else (24, 40, 60)
+KILLS, KEYS, EACH = (200, 400, 120) if SOAK else (8, 16, 40)
 FAILS = (3, 20)
 """The messages of a key that fail, by their number in the key: the second one is canceled before it can."""
 

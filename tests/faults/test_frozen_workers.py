@@ -60,7 +60,7 @@ def test_a_frozen_process_is_killed_after_its_own_time_though_claims_last_for_lo
     with RunningWorkers(fresh_client.url, tmp_path, "--frozen-after", "1s", app="brittle", claim_s=600) as workers:
         workers.ready()
         expectations.publish_keys(50, 25, ms=1)
-        (poison,) = expectations.publish_key("poison", 1, do="compute")
+        (poison,) = expectations.publish_key("poison", 1, do="freeze")
         expectations.publish_keys(50, 25, ms=1)
         report = expectations.check_keys(dead={poison: "crashed"}, overlap=False, log=workers.log)
         assert workers.supervisor.poll() is None

@@ -16,7 +16,7 @@ from tests.support.worker_processes import CLAIM_S, PrintFigures, RunningWorkers
 
 pytestmark = [pytest.mark.keys, pytest.mark.faults]
 
-KILLS = 50 if os.environ.get("MILLSTREAM_SOAK") else 10
+KILLS = 50 if os.environ.get("MILLSTREAM_SOAK") else 5
 
 
 def test_timers_come_once_and_never_early_or_not_at_all_while_workers_are_killed(

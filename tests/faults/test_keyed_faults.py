@@ -24,7 +24,7 @@ LONG_CLAIM_S = 3 * CLAIM_S
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
 pytestmark = [pytest.mark.keys, pytest.mark.faults]
 
-MESSAGES, KEYS, MOST, ROUNDS = (120_000, 1_000, 8, 32) if SOAK else (6_000, 300, 3, 8)
+MESSAGES, KEYS, MOST, ROUNDS = (120_000, 1_000, 8, 32) if SOAK else (3_000, 300, 3, 8)
 HOT, COLD = (150_000, 4_000) if SOAK else (10_000, 200)
 
 
@@ -89,11 +89,11 @@ def test_keys_of_a_killed_worker_go_on_elsewhere_once_their_leases_have_ended(
                 fresh_client.url, tmp_path, "--name", name, processes=1, app="keyed", claim_s=LONG_CLAIM_S
             ) as dying:
                 dying.ready()
-                expectations.publish_keys(2_500, 40, ms=5)
+                expectations.publish_keys(1_500, 40, ms=5)
 
                 def has_much() -> bool:
                     if expectations.drained():
-                        expectations.publish_keys(2_500, 40, ms=5)
+                        expectations.publish_keys(1_500, 40, ms=5)
                     return len(leases_of(expectations, b"dying")) > 5
 
                 eventually(has_much, "work on both", log=dying.log)
@@ -135,7 +135,7 @@ def test_late_commits_of_a_worker_that_slept_past_its_lease_are_refused(
     with RunningWorkers(fresh_client.url, tmp_path, app="keyed", claim_s=CLAIM_S) as workers:
         workers.ready()
         for _ in range(10 if SOAK else 1):
-            expectations.publish_keys(2_000, 50, ms=5)
+            expectations.publish_keys(1_000, 50, ms=5)
             victim = asleep_with_leases(workers, expectations)
             eventually(expectations.drained, "the other's drain, after the leases", log=workers.log)
             victim.resume()
@@ -150,7 +150,7 @@ def asleep_with_leases(workers: RunningWorkers, expectations: KeyedExpectations)
 
     def is_asleep() -> bool:
         if expectations.drained():
-            expectations.publish_keys(2_000, 50, ms=5)
+            expectations.publish_keys(1_000, 50, ms=5)
         victim.suspend()
         expectations.drained()  # a round trip: Redis has executed the worker's earlier commands by now
         if leases_of(expectations, owner_of(victim)):
@@ -170,8 +170,8 @@ def owner_of(worker: psutil.Process) -> bytes:
 def test_a_message_that_kills_its_worker_dies_and_its_key_and_all_others_go_on(
     fresh_client: Client, tmp_path: Path, print_figures: PrintFigures
 ) -> None:
-    expectations = KeyedExpectations(fresh_client, tmp_path)
-    with RunningWorkers(fresh_client.url, tmp_path, app="keyed") as workers, watched(expectations) as watch:
+    expectations = KeyedExpectations(fresh_client, tmp_path, app="brittle")
+    with RunningWorkers(fresh_client.url, tmp_path, app="brittle") as workers, watched(expectations) as watch:
         workers.ready()
         expectations.publish_keys(300, 20, ms=1)
         dead = [expectations.publish_key(f"k{number}", 1, do="exit-1")[0] for number in ((1, 2) if SOAK else (1,))]
@@ -187,7 +187,7 @@ def test_a_worker_that_joins_gets_its_share_of_new_keys_while_the_first_continue
     expectations = KeyedExpectations(fresh_client, tmp_path)
     with RunningWorkers(fresh_client.url, tmp_path, processes=1, app="keyed") as first, watched(expectations) as watch:
         first.ready()
-        expectations.publish_keys(2_000, 100, ms=5)
+        expectations.publish_keys(1_000, 100, ms=5)
         with RunningWorkers(fresh_client.url, tmp_path, processes=1, app="keyed") as second:
             second.ready()
             joined = str(*(child.pid for child in second.children()))

@@ -21,7 +21,7 @@ from tests.support.worker_processes import CLAIM_S, PrintFigures, RunningWorkers
 
 pytestmark = [pytest.mark.keys, pytest.mark.faults]
 
-KILLS = 50 if os.environ.get("MILLSTREAM_SOAK") else 10
+KILLS = 50 if os.environ.get("MILLSTREAM_SOAK") else 5
 KEYS, TENANTS, AT_ONCE = 24, 3, 2
 
 

@@ -17,7 +17,7 @@ from tests.support.databases import postgres_server
 
 pytestmark = [pytest.mark.cli, pytest.mark.faults]
 
-KILLS = 200 if os.environ.get("MILLSTREAM_SOAK") else 10
+KILLS = 200 if os.environ.get("MILLSTREAM_SOAK") else 5
 KEYS = 5
 WRITERS = 3
 

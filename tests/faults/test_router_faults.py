@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.router, pytest.mark.faults]
 
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
 STREAMS = 100_000 if SOAK else 400
-ROUNDS = 100 if SOAK else 6
+ROUNDS = 100 if SOAK else 4
 NAMES = [f"s{n}" for n in range(STREAMS)]
 
 

@@ -14,7 +14,7 @@ from tests.support.workers import now_ms
 
 pytestmark = [pytest.mark.worker, pytest.mark.faults]
 
-KILLS = 200 if os.environ.get("MILLSTREAM_SOAK") else 12
+KILLS = 200 if os.environ.get("MILLSTREAM_SOAK") else 6
 PERIOD_MS = 1_000
 
 

@@ -25,7 +25,7 @@ SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
 pytestmark = [pytest.mark.balancer, pytest.mark.worker, pytest.mark.faults]
 
 CUTS = 20 if SOAK else 3
-STREAMS, MESSAGES, ROUNDS = (400, 100_000, 40) if SOAK else (40, 3_000, 5)
+STREAMS, MESSAGES, ROUNDS = (400, 100_000, 40) if SOAK else (24, 1_500, 5)
 
 
 class StreamExpectations:

@@ -60,7 +60,7 @@ def test_late_commits_of_a_worker_that_was_stopped_past_its_claim_are_refused(
     with RunningWorkers(fresh_client.url, tmp_path, claim_s=CLAIM_S) as workers, watched(expectations) as watch:
         workers.ready()
         for _ in range(STOPS):
-            victim = stopped_at_work(workers, expectations, count=2_000, ms=2)
+            victim = stopped_at_work(workers, expectations, count=1_000, ms=2)
             eventually(expectations.drained, "the other's drain", log=workers.log)
             victim.resume()
             refused = workers.eventually_refused(beyond=refused)
@@ -235,7 +235,7 @@ def test_a_worker_ends_on_sigterm_while_redis_is_away(
     expectations = Expectations(fresh_client, tmp_path)
     with RunningWorkers(fresh_client.url, tmp_path, "--stop-timeout", "1", claim_s=CLAIM_S) as workers:
         workers.ready()
-        expectations.publish(2_000, ms=2)
+        expectations.publish(1_000, ms=2)
         workers.victim(expectations)
         millstream_fresh_server.kill()
         eventually(lambda: "Redis is unavailable: " in workers.log(), "a word about Redis", log=workers.log)

@@ -146,7 +146,7 @@ def test_maxmemory_delays_effects_and_counts_no_attempt(
     # One process: another could claim entries of a process without processor time, and rightly run them again.
     with RunningWorkers(fresh_client.url, tmp_path, processes=1, claim_s=CLAIM_S) as workers:
         workers.ready()
-        expectations.publish(2_000, ms=2)
+        expectations.publish(1_000, ms=2)
         eventually(lambda: expectations.effect_count() > 100, "work", log=workers.log)
         fresh_client.execute("CONFIG", "SET", "maxmemory", "1")
         eventually(lambda: is_held_up(fresh_client), "a commit that is refused", log=workers.log)
@@ -187,7 +187,7 @@ def test_entries_that_redis_lost_under_load_are_reported_and_later_ones_are_proc
         workers.ready()
         for harm in harms:
             logged, done = len(workers.log()), expectations.effect_count()
-            before = expectations.publish(2_000, ms=1)
+            before = expectations.publish(1_000, ms=1)
             eventually(lambda done=done: expectations.effect_count() > done + 200, "work", log=workers.log)  # type: ignore[misc]
             if harm[0] == "FLUSHALL":  # with all effects so far
                 before = list(expectations.enqueued)
@@ -214,7 +214,7 @@ def test_a_failover_by_sentinel_costs_seconds(tmp_path: Path, print_figures: Pri
         expectations = Expectations(client, tmp_path)
         with RunningWorkers(trio.url, tmp_path, claim_s=CLAIM_S) as workers, watched(expectations) as watch:
             workers.ready()
-            expectations.publish(3_000, ms=5)
+            expectations.publish(1_500, ms=5)
             eventually(lambda: client.execute("WAIT", 1, 1_000) == 1, "the replica to have it all")
             eventually(lambda: expectations.effect_count() > 200, "work", log=workers.log)
             trio.primary.kill()

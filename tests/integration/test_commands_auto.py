@@ -1,6 +1,7 @@
 """`millstream auto` and its children on workers: refusals, deaths and stops. Changes: `tests/spark/test_auto_command.py`."""
 
 import signal
+import sys
 from pathlib import Path
 
 import psutil
@@ -12,7 +13,7 @@ from millstream.errors import ConfigError
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
 from tests.support.automatic import Automatic
-from tests.support.commandline import run
+from tests.support.commandline import call
 from tests.support.processes import await_end, descendants
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
@@ -56,10 +57,11 @@ def test_stages_are_refused_by_name_and_only_leaves_them_out_and_lists_of_one_ke
     ],
 )
 def test_limits_and_options_that_make_no_sense_are_refused(
-    options: tuple[str, ...], message: str, millstream_url: str, tmp_path: Path
+    options: tuple[str, ...], message: str, millstream_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])  # what is called in this process leaves no trace of the app
     (tmp_path / "mixed_app.py").write_text(MIXED)
-    refused = run("auto", str(tmp_path / "mixed_app.py"), "--only", "plain", *options, url=millstream_url)
+    refused = call("auto", str(tmp_path / "mixed_app.py"), "--only", "plain", *options, url=millstream_url)
     assert refused.code == 2
     assert message in refused.err
 
@@ -81,24 +83,17 @@ def test_an_engine_that_is_killed_is_started_again_and_nothing_is_lost(client: C
         assert app.events[-1]["changes"] == 0
 
 
-def test_the_engines_run_the_handlers_that_count_whatever_their_own_settings_say(
+def test_the_engines_run_the_handlers_that_count_whatever_their_own_settings_say_and_read_the_file_of_the_command(
     client: Client, tmp_path: Path
 ) -> None:
+    (tmp_path / "settings.toml").write_text('[worker]\nname = "from-the-file"\n')
     variables = {"MILLSTREAM_WORKER_ONLY": "another", "MILLSTREAM_WORKER_ONCE": "true"}
-    with Automatic(client, tmp_path, *ON_WORKERS, environment=variables) as app:
+    options = (*ON_WORKERS, "--config", str(tmp_path / "settings.toml"))
+    with Automatic(client, tmp_path, *options, environment=variables) as app:
         app.publish(20)
         app.start()
         app.ends()
         assert app.child().environ()["MILLSTREAM_WORKER_ONCE"] == "false"
-        assert app.stop() == 0
-
-
-def test_the_engines_read_the_file_that_the_command_is_given(client: Client, tmp_path: Path) -> None:
-    (tmp_path / "settings.toml").write_text('[worker]\nname = "from-the-file"\n')
-    with Automatic(client, tmp_path, *ON_WORKERS, "--config", str(tmp_path / "settings.toml")) as app:
-        app.publish(20)
-        app.start()
-        app.ends()
         consumers = client.execute("XINFO", "CONSUMERS", "in", HandlerKeys("app", "count", "in").group)
         assert b"from-the-file-0" in {row[1] for row in consumers}
         assert app.stop() == 0

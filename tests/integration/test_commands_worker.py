@@ -126,27 +126,23 @@ def test_a_process_that_dies_is_restarted_under_its_name_and_continues(client: C
     assert sorted(int(entry[b"n"]) for entry in done(client)) == list(range(21))
 
 
-def test_the_processes_end_with_their_supervisor_even_if_the_supervisor_is_killed(client: Client, app: str) -> None:
-    fill(client, 1)
-    with running("worker", app, url=client.url):
-        eventually(lambda: len(done(client)) == 1, "the message to be done")
-        child = int(done(client)[0][b"pid"])
-    eventually(lambda: not lives(child), "the process to end with its supervisor")
-
-
 def test_a_process_that_is_started_while_its_supervisor_dies_ends_quietly() -> None:
     command = (sys.executable, "-m", "millstream.cli.worker_child", "till-0")
     found = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=FAIL_SAFE_S)
     assert (found.returncode, found.stdout, found.stderr) == (STUCK_CODE, b"", b"")
 
 
-def test_the_url_of_redis_is_not_among_the_arguments_of_a_process(client: Client, app: str) -> None:
+def test_a_process_has_no_url_of_redis_among_its_arguments_and_ends_with_a_supervisor_that_is_killed(
+    client: Client, app: str
+) -> None:
     fill(client, 1)
     with running("worker", app, "--name", "till", "--url", client.url):
         eventually(lambda: len(done(client)) == 1, "the message to be done")
-        arguments = Path(f"/proc/{int(done(client)[0][b'pid'])}/cmdline").read_text().split("\0")
+        child = int(done(client)[0][b"pid"])
+        arguments = Path(f"/proc/{child}/cmdline").read_text().split("\0")
     assert "till-0" in arguments
     assert not any(client.url in argument for argument in arguments)
+    eventually(lambda: not lives(child), "the process to end with its supervisor")
 
 
 def test_a_process_whose_supervisor_was_killed_ends_before_its_name_is_free(

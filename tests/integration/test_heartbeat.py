@@ -111,7 +111,7 @@ def test_a_process_that_sleeps_and_blocks_its_other_threads_is_frozen() -> None:
 def test_a_process_that_computes_in_python_or_is_idle_is_not_frozen(detector: FreezeDetector, deed: str) -> None:
     with process(detector, deed) as running:
         begin(running)
-        for _ in range(3 * LIMIT_MS // 20):
+        for _ in range(3 * LIMIT_MS // 2 // 20):
             assert not detector.is_frozen(running.pid, SYSTEM_CLOCK.monotonic_ms())
             SYSTEM_CLOCK.sleep_ms(20)
 
@@ -132,13 +132,14 @@ def test_the_time_for_which_a_process_was_stopped_does_not_count_when_it_continu
     with process(detector, COMPUTE) as running:
         begin(running)
         computing = psutil.Process(running.pid)
-        eventually(lambda: computing.cpu_times().user > 1, "a computation")
+        began_s = computing.cpu_times().user
+        eventually(lambda: computing.cpu_times().user > began_s + LIMIT_MS / 2_000, "a computation")
         computing.suspend()
         eventually(lambda: computing.status() == psutil.STATUS_STOPPED, "a stopped process")
         ticks = [100.0 * tick for tick in range(100 * LIMIT_MS // 100)]
         assert not any(detector.is_frozen(running.pid, now_ms) for now_ms in ticks)
         computing.resume()
-        eventually(lambda: computing.cpu_times().user > 2, "more of it")
+        eventually(lambda: computing.cpu_times().user > began_s + LIMIT_MS / 1_000, "more of it")
         assert not detector.is_frozen(running.pid, ticks[-1])
 
 
@@ -192,5 +193,5 @@ def test_a_process_may_compute_without_end_as_long_as_it_sends_heartbeats(detect
     with process(detector, SHARE, cpu_limit_ms=500) as running:
         begin(running)
         computing = psutil.Process(running.pid)
-        eventually(lambda: sum(computing.cpu_times()[:2]) > 3, "three seconds of computing")
+        eventually(lambda: sum(computing.cpu_times()[:2]) > 1.5, "computing for three times its limit")
         assert running.poll() is None

@@ -119,15 +119,15 @@ def test_entries_of_an_unparked_key_are_found_without_a_notification(client: Cli
 
 
 def test_the_cost_of_idle_streams_does_not_grow_with_their_number(client: Client) -> None:
-    """Polling 1,500 streams twice a second, with the ten commands of a lease, would be 30,000 commands a second."""
-    streams = 1_500
+    """Polling 500 streams twice a second, with the ten commands of a lease, would be 10,000 commands a second."""
+    streams = 500
     publish(client, streams)
     handler = make(count, pattern="in*", key="key")
     with working(client, handler, policy=replace(CALM, threads=4)):
         eventually(lambda: client.execute("XLEN", "out") == 2 * streams)
         began, before = client.execute("TIME"), commands(client)
         publish(client, 1, first=1)
-        eventually(lambda: int(client.execute("TIME")[0]) - int(began[0]) >= 8)
+        eventually(lambda: int(client.execute("TIME")[0]) - int(began[0]) >= 4)
         took_s = int(client.execute("TIME")[0]) - int(began[0])
         asked = (commands(client) - before) / took_s
-    assert asked < 6_000
+    assert asked < 2_000

@@ -24,6 +24,9 @@ class Model(Protocol):
     def steps(self, state: Any) -> Iterator[Step]:
         """All steps that can be taken from a state."""
 
+    def representative(self, state: Any) -> Any:
+        """The same for states that differ only in which worker is which: from one of them all that follows is known."""
+
     def wrong(self, state: Any) -> Iterator[str]:
         """Names of the properties that do not hold in a state."""
 
@@ -46,22 +49,22 @@ class Explored:
 def explore(model: Model, *, until: str = "") -> Explored:
     """Visit every state, nearest first; or only until the property `until` is violated."""
     first = model.begin()
-    came: dict[Any, tuple[Any, str]] = {first: (None, "")}
+    came: dict[Any, tuple[Any, str]] = {model.representative(first): (None, "")}
     found = Explored()
-    level = [first]
+    level = [(first, model.representative(first))]
     while level and until not in found.traces:
         following = []
-        for state in level:
+        for state, place in level:
             at_end = True
             for label, after in model.steps(state):
                 at_end = False
-                if after not in came:
-                    came[after] = (state, label)
-                    following.append(after)
+                if (next_place := model.representative(after)) not in came:
+                    came[next_place] = (place, label)
+                    following.append((after, next_place))
             wrong = [*model.wrong(state), *(model.wrong_at_end(state) if at_end else ())]
             for name in wrong:
                 if name not in found.traces:
-                    found.traces[name] = _trace(came, state)
+                    found.traces[name] = _trace(came, place)
         level = following
     found.states = len(came)
     return found
@@ -161,6 +164,18 @@ class KeyQueueProtocol:
             self.crashes,
             self.expiries,
             self.losses,
+        )
+
+    def representative(self, state: KeyQueueState) -> KeyQueueState:
+        """The state with its workers in an order that depends on nothing but what each of them knows."""
+        known = [_known_to(worker) for worker in state.workers]
+        if known == sorted(known):
+            return state
+        order = sorted(range(self.workers), key=known.__getitem__)
+        return state._replace(
+            workers=tuple([state.workers[w] for w in order]),
+            answered=tuple([state.answered[w] for w in order]),
+            owners=tuple([owner and (order.index(owner[0]), *owner[1:]) for owner in state.owners]),
         )
 
     def steps(self, state: KeyQueueState) -> Iterator[Step]:
@@ -325,6 +340,10 @@ class KeyQueueProtocol:
             yield "a message is never committed"
 
 
+def _known_to(worker: Worker) -> tuple[Any, ...]:
+    return worker.incarnation, -1 if worker.read_after is None else worker.read_after, worker.leases
+
+
 def _renumbered(s: KeyQueueState) -> KeyQueueState:
     """The same state with the lowest tokens in the same order, so that the number of states stays finite."""
     leases = [lease for worker in s.workers for lease in worker.leases]
@@ -402,6 +421,10 @@ class Memo:
 
     def _ticket(self, n: int) -> int:
         return self.keys.index(self.messages[n])
+
+    def representative(self, s: MemoState) -> MemoState:
+        """The state itself: there are few."""
+        return s
 
     def steps(self, s: MemoState) -> Iterator[Step]:
         """The possible steps of the master, of each consumer, and of faults."""

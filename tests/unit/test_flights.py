@@ -50,9 +50,9 @@ def expected(some: list[dict[str, str]]) -> Expected:
 
 
 @pytest.fixture(scope="module")
-def few() -> Expected:
+def few(year: Flights) -> Expected:
     """The first days, which have flights of every kind."""
-    return expected_results(load_flights(3_000))
+    return expected_results(Flights(year.columns, year.rows[:3_000]))
 
 
 def results_of(expected: Expected) -> Results:

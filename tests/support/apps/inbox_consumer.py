@@ -31,12 +31,14 @@ class Plan(msgspec.Struct):
     """What to consume, and how to die.
 
     * `acks`: the file where it notes what it has acknowledged: its consumer group, as it were
-    * `chance`: of being killed, at each point of each message; more at a point where it never was
+    * `deaths`: the file where it and its twins note where they were killed
+    * `chance`: of being killed, at each point of each message; more at a point where none of them was when it started
     """
 
     database: tuple[str, str]
     payments: list[Payment]
     acks: str
+    deaths: str
     seed: int
     chance: float
 
@@ -47,12 +49,12 @@ class Reaper:
     def __init__(self, plan: Plan) -> None:
         self._random = random.Random(plan.seed)
         self._chance = plan.chance
-        self._deaths = Path(f"{plan.acks}.deaths")
+        self._deaths = Path(plan.deaths)
         self._spared = set(POINTS) - set(self._deaths.read_text().split() if self._deaths.exists() else ())
 
     def visit(self, point: str) -> None:
         """Die here, or go on."""
-        if self._random.random() >= (0.2 if point in self._spared else self._chance):
+        if self._random.random() >= (0.5 if point in self._spared else self._chance):
             return
         append(self._deaths, point)
         if self._random.random() < 0.5:

@@ -38,7 +38,12 @@ scheduled = App("scheduled")
 @functools.cache
 def recorder(pid: int) -> Recorder:
     """The event log of one process."""
-    return Recorder(Path(os.environ["MILLSTREAM_TEST_FOLDER"]) / f"events.{pid}")
+    return Recorder(folder() / f"events.{pid}")
+
+
+def folder() -> Path:
+    """The folder of the test."""
+    return Path(os.environ["MILLSTREAM_TEST_FOLDER"])
 
 
 def note(kind: Kind, message: Message) -> None:
@@ -65,13 +70,16 @@ def misbehave(message: Message) -> None:
         os._exit(int(deed.removeprefix("exit-")))
     if deed == "segfault":
         ctypes.string_at(0)
+    if deed == "freeze":
+        deed = "block" if (computed := folder() / "computed").exists() else "compute"
+        computed.touch()  # the next processes of the message need no processor
     if deed == "compute":
         re.match(r"(a+)+$", "a" * 60 + "b")  # takes years, and no other thread runs meanwhile
     if deed == "block":
         ctypes.PyDLL(None).sleep(3600)  # the same without computing: PyDLL holds the interpreter
     if deed == "hang":
         time.sleep(3600)
-    while deed == "wait" and not (Path(os.environ["MILLSTREAM_TEST_FOLDER"]) / GATE).exists():
+    while deed == "wait" and not (folder() / GATE).exists():
         time.sleep(0.01)
     if deed == "fail":
         raise RuntimeError("as it was told")
