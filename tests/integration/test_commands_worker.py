@@ -24,6 +24,7 @@ from millstream.worker.static_membership import StaticMembership
 from tests.support.clocks import ManualClock
 from tests.support.commandline import PROGRAM, Outcome, call, ended, environment, running
 from tests.support.processes import lives
+from tests.support.running_codes import CODE
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.cli, pytest.mark.worker]
@@ -375,7 +376,7 @@ def test_the_error_for_a_worker_that_does_not_run_names_those_that_do(client: Cl
     refused = call("drain", "nope", "--yes", url=client.url)
     assert (refused.code, "there is no worker 'nope'; no worker runs" in refused.err) == (1, True)
     for app in ("shop", "bank"):
-        StaticMembership(client, app, "till", handlers=["handle"]).acquire(1)
+        StaticMembership(client, app, "till", handlers={"handle": CODE}).acquire(1)
     refused = call("drain", "nope", "--yes", url=client.url)
     assert (refused.code, "there is no worker 'nope'; these run: till-0" in refused.err) == (1, True)
     refused = call("drain", "gone-0", "--yes", url=client.url)

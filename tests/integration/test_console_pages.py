@@ -346,7 +346,7 @@ def test_the_queries_on_spark_are_shown_with_the_begin_of_their_run_and_their_la
     assert "app.handle" not in page.text
 
 
-def test_the_last_micro_batch_of_a_query_is_shown_and_its_error_to_those_who_may_read_messages(client: Client) -> None:
+def test_the_last_micro_batch_of_a_query_is_shown_and_its_error_at_the_level_of_payloads(client: Client) -> None:
     for stage in ("minutes", "hours", "days", "weeks"):
         client.execute("XADD", "in", "*", "n", 1)
         client.execute("XGROUP", "CREATE", "in", stage_group("shop", stage), "0", "ENTRIESREAD", 0)

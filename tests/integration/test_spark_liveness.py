@@ -30,7 +30,7 @@ def running(url: str, epoch: int) -> Iterator[list[set[str]]]:
     thread = threading.Thread(
         target=keep_announced,
         args=(url, "shop", lambda: ["minutes"], over),
-        kwargs={"epoch": epoch, "on_replaced": replaced.append},
+        kwargs={"epoch": epoch, "progress": dict, "running": {}, "on_replaced": replaced.append},
     )
     thread.start()
     try:

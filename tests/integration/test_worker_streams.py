@@ -26,6 +26,7 @@ from millstream.worker.static_membership import StaticMembership
 from tests.support.command_stats import scripts_run
 from tests.support.commandline import call
 from tests.support.fields import text_fields
+from tests.support.running_codes import CODE
 from tests.support.waiting import FAIL_SAFE_S, eventually
 from tests.support.workers import QUICK, ending, make, working
 
@@ -218,7 +219,7 @@ def test_info_counts_consumers_that_were_active_or_whose_name_is_registered(clie
 def test_a_worker_that_has_read_nothing_yet_is_alive_as_long_as_its_supervisor_announces_it(client: Client) -> None:
     keys, other = HandlerKeys("app", "handle", "in"), HandlerKeys("app", "other", "in")
     client.execute("XGROUP", "CREATE", "in", keys.group, "$", "MKSTREAM")
-    names = StaticMembership(client, "app", "w", handlers=["handle"])
+    names = StaticMembership(client, "app", "w", handlers={"handle": CODE})
     assert names.acquire(2) == ["w-0", "w-1"]
     assert find_workers(client, [keys, other]) == {keys: {"w-0", "w-1"}, other: set()}
     names.release()

@@ -10,6 +10,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 from millstream import App, Message, Retry, Rows
 from millstream.delivery.commit_store import CommitStore
+from millstream.delivery.running_code import read_code
 from millstream.errors import AccessDenied, ConfigError, DataLoss, PipelineFailed, StaleOwner, Unavailable, WrongType
 from millstream.model import EntryId
 from millstream.producer.producer import Producer
@@ -234,5 +235,7 @@ def test_delayed_messages_are_moved_during_a_run(pipelines: Pipelines) -> None:
         seconds, micros = map(int, pipelines.client.execute("TIME"))
         producer.publish("in", {"n": 7}, delay_ms=500)
         eventually(lambda: [fields for _, fields in pipelines.entries("out")] == [{"n": "7"}], "its output")
+        (code,) = eventually(lambda: read_code(pipelines.client, [("app", "handle")])["app", "handle"], "its code")
+        assert (code.engine, code.settings["streams"], code.settings["into"]) == ("spark", "in", "out")
     ((entry_id, _),) = pipelines.entries("in")
     assert EntryId.parse(entry_id).ms >= seconds * 1_000 + micros // 1_000 + 500, "not before it was due"

@@ -233,6 +233,7 @@ ROLES: Mapping[RoleName, Role] = {
             "producer/move_due",
             *_GROW,
             *_MIGRATE,
+            "shared/hold_members",
             *_FIGURES,
         ),
         direct="client|reply get hdel hexists hget hmget hscan hset set time xgroup|create xgroup|destroy xgroup|setid xinfo|groups "

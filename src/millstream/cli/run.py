@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from millstream import __version__
 from millstream.admin.redis_metrics import places_of
 from millstream.admin.time_inputs import Duration
 from millstream.app import App, add_to_path, app_folder, load_app
@@ -221,8 +222,7 @@ def run(
     spark_log: SparkLog = False,
 ) -> None:
     """Run an app as a Spark pipeline, in order per key, each effect committed exactly once."""
-    settings = _pairs(conf or [])
-    app = _load(target, only or (), py_files or ())
+    settings, app = _pairs(conf or []), _load(target, only or (), py_files or ())
     from millstream.spark.run.query_metrics import QueryMetrics
     from millstream.spark.run.supervisor import RunSettings, Supervisor
 
@@ -247,6 +247,7 @@ def run(
         DeadLetterAlerts(alert_url or None, alert_command or None) as alerts,
     ):
         on_event = _on_event(app, progress, alerts, recorder)
+        supervise = partial(Supervisor, on_event=on_event, on_watch=on_watch, stopping=stopping, version=__version__)
         session = partial(
             _session, stopping, app, code, master=spark_master, conf=settings, checkpoint=checkpoint, verbose=spark_log
         )
@@ -254,7 +255,7 @@ def run(
         def run_on(spark: Any, chosen: RunSettings) -> None:
             if metrics_address:
                 spark.streams.addListener(QueryMetrics(recorder))
-            Supervisor(app, spark, chosen, on_event=on_event, on_watch=on_watch, stopping=stopping).run()
+            supervise(app, spark, chosen).run()
 
         _in_sessions(session, run_on, run_settings, stopping)
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import typer
 
+from millstream import __version__
 from millstream.admin.redis_metrics import places_of
 from millstream.admin.server_checks import warn_of_data_loss
 from millstream.admin.time_inputs import Duration
@@ -25,6 +26,7 @@ from millstream.cli.signals import orderly_stop
 from millstream.cli.terminal import print_json, print_message, with_time
 from millstream.cli.worker_child import WorkerJob
 from millstream.cli.worker_once import stopped_when_drained
+from millstream.delivery.running_code import code_of
 from millstream.observability.dead_letter_alerts import DeadLetterAlerts
 from millstream.observability.metrics import Recorder
 from millstream.redis_client import DEFAULT_URL
@@ -97,20 +99,20 @@ def worker(
         frozen_ms=None if frozen_after is None else frozen_after.ms,
     )
     settings = WorkerSettings(url=url, consumer="check", only=tuple(only or ()), start=start, policy=policy)
-    app = _load(target)
-    zeros = Recorder()
+    app, zeros = _load(target), Recorder()
     checked = WorkerProcess(app, settings, metrics=zeros)  # reports errors of the app here, once
     lines = _SupervisorOutput(as_json=as_json)
     recorder = new_recorder("worker")
     reports = ProcessReports(recorder, zeros.snapshot())
     handlers = [one for one in app.handlers.values() if not only or one.name in only]
-    discover = partial(places_of, handlers=handlers)
+    places = partial(places_of, handlers=handlers)
+    running = code_of(handlers, engine="workers", version=__version__)
     with (
-        serve_metrics(metrics_address, url, discover, recorder, health=reports, more=[reports]) as metrics,
+        serve_metrics(metrics_address, url, places, recorder, health=reports, more=[reports]) as metrics,
         Client(url, timeout_ms=_TIMEOUT_MS) as client,
         DeadLetterAlerts(alert_url or None, alert_command or None) as alerts,
     ):
-        names = StaticMembership(client, app.name, name or None, handlers=[one.name for one in handlers])
+        names = StaticMembership(client, app.name, name or None, handlers=running)
         supervisor = Supervisor(
             names,
             partial(_program, target, settings, metrics is not None),

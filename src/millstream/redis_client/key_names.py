@@ -169,6 +169,13 @@ def long_runs_key(app: str) -> str:
     return worker_name_key(app, ":long-runs")
 
 
+def running_code_key(app: str, handler: str) -> str:
+    """Sorted set, with a time to live: the code and settings with which a handler runs, until when. No worker can have
+    this name.
+    """
+    return worker_name_key(app, f":code:{handler}")
+
+
 def query_progress_key(app: str, query: str) -> str:
     """String, with a time to live: the last micro-batch of a query on Spark (msgpack). No worker can have this name."""
     return worker_name_key(app, f":progress:{query}")

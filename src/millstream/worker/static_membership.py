@@ -1,11 +1,13 @@
 """Static membership: worker names that survive restarts, each held by one supervisor at a time (as Kafka's KIP-345)."""
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.delivery.expiring_members import HOLD_MEMBERS
 from millstream.delivery.restarts import Restart, record_restart
+from millstream.delivery.running_code import RunningCode, report_code
 from millstream.errors import ConfigError, StaleOwner
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import (
@@ -29,14 +31,21 @@ class StaticMembership:
     """The names `<base>-<n>` of an app's workers that one supervisor holds; call `renew` to keep them.
 
     After a restart the supervisor gets the same names: `NAME_LEASE_MS` after their last renewal, or at once if it
-    released them. Meanwhile they are announced as live workers of `handlers`. Raises RedisError.
+    released them. Meanwhile they are announced as live workers of `handlers`, which run this code. Raises RedisError.
     """
 
     def __init__(
-        self, client: Client, app: str, base: str | None, *, handlers: Iterable[str] = (), clock: Clock = SYSTEM_CLOCK
+        self,
+        client: Client,
+        app: str,
+        base: str | None,
+        *,
+        handlers: Mapping[str, RunningCode] = MappingProxyType({}),
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._client = client
         self._app = app
+        self._handlers = handlers
         self._live_keys = [live_workers_key(app, handler) for handler in handlers]
         self._base = check_identifier("worker name", base) if base else None
         self.token = secrets.token_hex(8)
@@ -58,6 +67,7 @@ class StaticMembership:
             for number in range(count):
                 self._await_name(f"{self._base}-{number}")
         self._announce(NAME_LEASE_MS, self.names)
+        report_code(self._client, self._app, self._handlers)
         return self.names
 
     def renew(self) -> frozenset[str]:
@@ -70,6 +80,7 @@ class StaticMembership:
             if not reply:
                 raise StaleOwner(f"another worker has the worker name {name!r} now; give each its own --name")
         self._announce(NAME_LEASE_MS, self.names)
+        report_code(self._client, self._app, self._handlers)
         return frozenset(name for name, reply in replies.items() if reply == _DRAIN)
 
     def release(self) -> None:

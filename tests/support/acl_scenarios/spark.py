@@ -8,6 +8,8 @@ from millstream.admin.server_checks import warn_of_data_loss
 from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.deferral import Deferral, defer, deferred_keys, read_queue, runnable_keys
 from millstream.delivery.effects import FROM_QUEUE, Effects
+from millstream.delivery.query_progress import QueryProgress, report_progress
+from millstream.delivery.running_code import report_code
 from millstream.handlers.encoding import pack_output
 from millstream.model import EntryId
 from millstream.partitions.partitions import Partitions
@@ -27,6 +29,7 @@ from tests.support.acl_scenarios.worker import (
     take_permits,
 )
 from tests.support.partition_fixtures import BASE, Publisher, moved_key
+from tests.support.running_codes import CODE
 from tests.support.waiting import eventually
 
 
@@ -56,6 +59,8 @@ def run_on_spark(url: str, admin: Client) -> None:
         warn_of_data_loss(client)
         epoch = server_time_us(client)
         announce_run(client, "shop", ["bill"], epoch=epoch)
+        report_code(client, "shop", {"bill": CODE})
+        report_progress(client, "shop", {"bill": QueryProgress()})
         assert replaced_names(client, "shop", ["bill"], epoch=epoch) == set()
         handler = handler_for()
         prepare_new(client, handler, ["orders"], "cp", start="resume", start_at="latest")

@@ -34,6 +34,7 @@ from millstream.worker.schedule_loop import ScheduleLoop
 from millstream.worker.static_membership import StaticMembership
 from tests.support.clocks import ManualClock
 from tests.support.partition_fixtures import BASE, Publisher, Worker, growth_killed_after, moved_key
+from tests.support.running_codes import CODE
 from tests.support.waiting import eventually
 
 KEYS = HandlerKeys("shop", "bill", "orders")
@@ -67,7 +68,7 @@ def work(url: str, admin: Client) -> None:
     add(admin, 8)
     with Client(url) as client:
         warn_of_data_loss(client)
-        names = StaticMembership(client, "shop", "w", handlers=["bill"])
+        names = StaticMembership(client, "shop", "w", handlers={"bill": CODE})
         names.acquire(1)
         names.record_end("t-1", ProcessEnd(died=True, cause=""))
         names.release()

@@ -10,6 +10,7 @@ from contextlib import suppress
 from threading import Event
 
 from millstream.delivery.query_progress import QueryProgress, report_progress
+from millstream.delivery.running_code import RunningCode, report_code
 from millstream.errors import AccessDenied, RedisError
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import run_name, worker_name_key
@@ -63,9 +64,10 @@ def keep_announced(
     *,
     epoch: int,
     progress: Callable[[], Mapping[str, QueryProgress]],
+    running: Mapping[str, RunningCode],
     on_replaced: Callable[[set[str]], None],
 ) -> None:
-    """Renew the liveness keys and report the progress of the queries, until `ended`.
+    """Renew the liveness keys, and report the progress of the queries and the code of the handlers, until `ended`.
 
     It also reports the names that a newer run has announced, which stay the newer run's.
 
@@ -80,12 +82,14 @@ def keep_announced(
                 if replaced := replaced_names(client, app, current, epoch=epoch):
                     on_replaced(replaced)
                 found = {name: one for name, one in progress().items() if name not in replaced}
-                changed = {name: one for name, one in found.items() if renew_in <= 0 or one != reported.get(name)}
-                if renew_in <= 0:
+                is_due = renew_in <= 0
+                if is_due:
                     announce_run(client, app, [one for one in current if one not in replaced], epoch=epoch)
                     renew_in = round(_INTERVAL_S / _CHECK_S)
-                if changed:
+                if changed := {name: one for name, one in found.items() if is_due or one != reported.get(name)}:
                     report_progress(client, app, changed)
+                if is_due:
+                    report_code(client, app, {name: one for name, one in running.items() if name in current})
                 reported = found
             except AccessDenied as error:
                 renew_in = round(_INTERVAL_S / _CHECK_S)

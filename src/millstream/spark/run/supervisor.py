@@ -18,6 +18,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 from millstream.app import App
 from millstream.clock import SYSTEM_CLOCK, Clock, wait_after
 from millstream.delivery.query_progress import QueryProgress
+from millstream.delivery.running_code import code_of
 from millstream.errors import (
     AccessDenied,
     ConfigError,
@@ -62,7 +63,7 @@ class Supervisor:
     `parked`, if known: the number of parked keys and of messages in their queues, by handler). All but stopped name
     their `handler` or `stage`.
     `on_watch` is called a few times a second with the lag in entries, or None while it is unknown.
-    Setting `stopping` has the effect of `stop`. Raises ConfigError for a Spark Connect session.
+    Setting `stopping` has the effect of `stop`. `version`: of millstream, as it is reported. Raises ConfigError for a Spark Connect session.
     """
 
     def __init__(
@@ -74,9 +75,11 @@ class Supervisor:
         on_event: Callable[[Event], None],
         on_watch: Callable[[int | None], None] = lambda lag: None,
         stopping: threading.Event | None = None,
+        version: str = "",
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._app = app.name
+        self._running = code_of(app.handlers.values(), engine="spark", version=version)
         refuse_session(spark)
         self._spark = spark
         self._settings = settings
@@ -184,6 +187,7 @@ class Supervisor:
             self._ended,
             epoch=epoch,
             progress=self._progress,
+            running=self._running,
             on_replaced=on_replaced,
         )
 

@@ -13,6 +13,7 @@ from millstream.admin.lease_overview import read_service, read_services
 from millstream.admin.reports import HandlerReport
 from millstream.admin.worker_drains import SupervisedWorker, find_supervised, find_worker, request_drain
 from millstream.delivery.delayed_messages import DelayedMessages
+from millstream.delivery.running_code import read_code
 from millstream.errors import AccessDenied, MillstreamError
 from millstream.model import EntryId
 from millstream.redis_client.escaping import escape
@@ -33,6 +34,10 @@ def workers(page: PageRequest) -> Response:
         one.label: (one.engine, sorted({name for each in handlers if each.label == one.label for name in each.workers}))
         for one in handlers
     }
+    codes = {
+        f"{app}.{handler}": sorted({f"{one.source} (millstream {one.version})" for one in found})
+        for (app, handler), found in read_code(page.client, {(one.app, one.handler) for one in handlers}).items()
+    }
     supervised, is_partial = _supervised(page, handlers)
     asked = page.query.get("service")
     found = read_service(page.client, asked) if asked else None
@@ -44,6 +49,7 @@ def workers(page: PageRequest) -> Response:
     return page.render(
         "workers.html",
         alive=alive,
+        codes=codes,
         restarts=[page.display.text(one.describe(), "error") for one in inspection.restarts] if inspection else [],
         long_runs=[page.display.text(one.describe(page.now_ms)) for one in inspection.long_runs] if inspection else [],
         supervised=supervised,

@@ -7,6 +7,7 @@ from starlette.responses import Response
 from millstream.admin.handler_details import read_handler
 from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.rate_override import format_rate, parse_rate
+from millstream.delivery.running_code import read_code
 from millstream.redis_client.formats import pluralize
 from millstream.services.console.pages import PageRequest
 from millstream.services.console.views.history import history_of
@@ -25,6 +26,7 @@ def handler(page: PageRequest) -> Response:
         found=found,
         stuck=rows_of(page, found.stuck.found),
         shown=history_of(page, name),
+        codes=read_code(page.client, [(places[0].app, places[0].handler)])[places[0].app, places[0].handler],
         rates=sorted(Counter(one.rate_override.source for one in found.reports if one.rate_override).items()),
         format_rate=format_rate,
         pauses=[page.display.text(one.reason) if page.may("payloads") else f"paused by {one.by}" for one in pauses],

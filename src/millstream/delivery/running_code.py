@@ -1,0 +1,55 @@
+"""RunningCode: the code and the settings with which a handler runs, reported by those that run it."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from millstream.delivery.expiring_members import hold_members, read_members
+from millstream.handlers.code_settings import settings_of, source_of
+from millstream.handlers.handler import Handler
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import running_code_key
+from millstream.redis_client.pipelining import server_time_ms
+
+HELD_MS = 30_000
+"""How long a report is kept, unless it is repeated."""
+
+
+class RunningCode(msgspec.Struct, frozen=True, kw_only=True):
+    """Reports of workers with the same code and settings are one.
+
+    * `version`: of millstream, "" if unknown; `source`: the file of the handler and a digest of it, "" if unknown
+    * `settings`: as text, by the names of `App.handler`
+    """
+
+    engine: Literal["workers", "spark"]
+    version: str
+    source: str
+    settings: Mapping[str, str]
+
+
+def code_of(
+    handlers: Iterable[Handler], *, engine: Literal["workers", "spark"], version: str
+) -> dict[str, RunningCode]:
+    """Return the code and settings of handlers, by their names. `version`: of millstream."""
+    return {
+        one.name: RunningCode(engine=engine, version=version, source=source_of(one.function), settings=settings_of(one))
+        for one in handlers
+    }
+
+
+def report_code(client: Client, app: str, running: Mapping[str, RunningCode]) -> None:
+    """Report the code of handlers, by their names; repeat it before `HELD_MS`. Raises RedisError."""
+    for handler, code in running.items():
+        hold_members(client, running_code_key(app, handler), HELD_MS, (code,))
+
+
+def read_code(client: Client, handlers: Iterable[tuple[str, str]]) -> dict[tuple[str, str], Sequence[RunningCode]]:
+    """The code that runs of each handler, by app and name: several while a deploy goes on. Raises RedisError.
+
+    () for one that does not run, or whose reports this user may not read.
+    """
+    asked = list(handlers)
+    found = read_members(client, [running_code_key(*one) for one in asked], RunningCode, server_time_ms(client))
+    return {one: [code for code, _ in some] for one, some in zip(asked, found, strict=True)}
