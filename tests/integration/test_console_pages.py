@@ -1,6 +1,7 @@
 """What the pages of the console show: the sentences and figures of the commands."""
 
 import asyncio
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from millstream.redis_client.pipelining import server_time_ms
 from millstream.services.console import Level, console_app
 from millstream.services.console.pages import Shared
 from millstream.spark.run.liveness import announce_run
-from tests.support.consoles import BASE, Browser, authorized, console, fill_with, pages_reached
+from tests.support.consoles import BASE, Browser, Page, authorized, console, fill_with, pages_reached
 from tests.support.deployments import lent_cluster
 from tests.support.waiting import FAIL_SAFE_S, eventually
 from tests.support.workers import double, fill, make, outputs, pending, working
@@ -98,6 +99,35 @@ def test_streams_are_found_by_prefix_a_hundred_at_a_time(client: Client, browser
     assert names == [f"{n:03}" for n in range(250)]
     assert "1 found" in browser.get("/streams?prefix=a*b[").text
     assert "0 found" in browser.get("/streams?prefix=nothing").text
+
+
+def test_the_longest_oldest_and_latest_streams_come_first_if_that_is_asked_for(
+    client: Client, browser: Browser
+) -> None:
+    client.pipeline([("XADD", f"calls:{name}", f"{n}-0", "n", n) for name in "abc" for n in range(ord(name), 130)])
+    for name, read in (("a", 33), ("b", 2), ("c", 0)):
+        client.execute("XGROUP", "CREATE", f"calls:{name}", "g", 0)
+        client.execute("XGROUP", "CREATE", f"calls:{name}", "done", "$")
+        if read:
+            client.execute("XREADGROUP", "GROUP", "g", "w", "COUNT", read, "STREAMS", f"calls:{name}", ">")
+    client.execute("XACK", "calls:a", "g", *(f"{n}-0" for n in range(97, 120)))
+    client.execute("XADD", "calls:d", "200-0", "n", 1)
+    page = browser.get("/streams?prefix=calls:")
+    assert rows(page) == [("a", "10"), ("b", "32"), ("c", "31"), ("d", "-")]
+    for order, names in (("lag", "bcad"), ("entries", "abcd"), ("oldest", "abcd")):
+        page = browser.get(next(one for one in page.links if f"order={order}" in one))
+        assert "".join(name for name, _ in rows(page)) == names, order
+    client.pipeline([("XADD", f"calls:{n}", "*", "n", n) for n in range(1_000)])
+    eventually(lambda: "1,004 found" in browser.get("/streams?prefix=calls:").text, "all names")
+    page = browser.get("/streams?prefix=calls:&order=lag")
+    assert "Give a beginning that at most 1,000 streams have" in page.text
+    assert rows(page)[0] == ("0", "-")
+
+
+def rows(page: Page) -> list[tuple[str, str]]:
+    """The names after `calls:`, and the lags, of a list of streams."""
+    found = re.findall(r"name=calls%3A(\w+)\".*?<td class=\"n\">([-0-9,]+)</td>\s*</tr>", page.html, re.DOTALL)
+    return [(name, lag) for name, lag in found]
 
 
 def test_the_entries_of_a_stream_are_read_from_an_id_or_a_time_on(client: Client, browser: Browser) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from starlette.responses import Response
 
 from millstream.admin.entry_pages import read_entries, read_newest
-from millstream.admin.inspection import find_stream_names, handler_of, inspect_stream, inspect_streams
+from millstream.admin.inspection import find_stream_names, handler_of, inspect_stream
+from millstream.admin.stream_order import ORDERS, list_streams, ordered
 from millstream.admin.time_inputs import parse_start
 from millstream.errors import MillstreamError
 from millstream.groups import Group
@@ -17,7 +18,9 @@ from millstream.services.console.pages import PageRequest
 
 _PAGE = 100
 _MOST_GROUPS = 20
+_MOST_ORDERED = 1_000
 _KEEP_MS = 5_000.0
+_COUNT_MS = 50.0
 
 
 def streams(page: PageRequest) -> Response:
@@ -25,19 +28,26 @@ def streams(page: PageRequest) -> Response:
     prefix = page.name("prefix") or ""
     known = None if prefix.startswith(f"{PREFIX}:") else page.names.find(prefix)
     names, is_partial = (known.names, known.is_partial) if known is not None else _scan(page, prefix)
-    after = page.name("after")
+    order = next((one for one in ORDERS if one == page.query.get("order")), None)
+    is_ordered = order is not None and len(names) <= _MOST_ORDERED and not is_partial
+    after = None if is_ordered else page.name("after")
     first = bisect_right(names, after) if after else 0
-    shown = names[first : first + _PAGE]
+    shown = names if is_ordered else names[first : first + _PAGE]
+    found = list_streams(page.client, shown, budget_ms=_COUNT_MS)
     return page.render(
         "streams.html",
         prefix=page.query.get("prefix", ""),
-        found=inspect_streams(page.client, shown),
+        found=ordered(found, order)[:_PAGE] if order is not None and is_ordered else found,
+        orders=ORDERS,
+        order=order,
+        is_ordered=is_ordered,
+        most_ordered=_MOST_ORDERED,
         total=len(names),
         is_partial=is_partial,
         is_scanning=known is not None,
         of_ms=page.now_ms - known.age_ms if known is not None else None,
         first=first,
-        after=shown[-1] if first + _PAGE < len(names) else None,
+        after=shown[-1] if first + _PAGE < len(names) and not is_ordered else None,
     )
 
 

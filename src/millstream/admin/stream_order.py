@@ -1,0 +1,61 @@
+"""Streams by what operators look for: the longest, the oldest, or those whose groups are farthest behind."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from millstream.admin.inspection import inspect_streams
+from millstream.admin.lag import StreamLag, count_lags, estimate_lag
+from millstream.admin.reports import StreamReport
+from millstream.clock import SYSTEM_CLOCK, Clock
+from millstream.redis_client.client import Client
+
+StreamOrder = Literal["entries", "oldest", "lag"]
+ORDERS: tuple[StreamOrder, ...] = get_args(StreamOrder)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListedStream:
+    """A stream, and how far its groups are behind.
+
+    * `lag`: entries that its last group has not read or not acknowledged; None without a group
+    * `lag_exact`: False if the lag is a lower bound
+    """
+
+    stream: StreamReport
+    lag: int | None
+    lag_exact: bool
+
+
+def list_streams(
+    client: Client, names: Sequence[str], *, budget_ms: float, clock: Clock = SYSTEM_CLOCK
+) -> list[ListedStream]:
+    """The streams with their lags, in the order of `names`. Omits those that are gone or no streams. Raises RedisError.
+
+    `budget_ms`: maximum time for counting lags, in milliseconds.
+    """
+    streams = inspect_streams(client, names)
+    lags = {
+        (one.name, group.name): estimate_lag(one, group.last_delivered_id) for one in streams for group in one.groups
+    }
+    count_lags(client, list(lags.values()), budget_ms, clock)
+    return [_listed(one, lags) for one in streams]
+
+
+def ordered(found: Sequence[ListedStream], order: StreamOrder) -> list[ListedStream]:
+    """The same streams, those with most first."""
+    figures = {
+        "entries": lambda one: one.stream.length,
+        "oldest": lambda one: one.stream.oldest_age_ms or 0,
+        "lag": lambda one: one.lag or 0,
+    }
+    return sorted(found, key=figures[order], reverse=True)
+
+
+def _listed(stream: StreamReport, lags: Mapping[tuple[str, str], StreamLag]) -> ListedStream:
+    behind = [(group.pending, lags[stream.name, group.name]) for group in stream.groups]
+    return ListedStream(
+        stream=stream,
+        lag=max(((lag.count or 0) + pending for pending, lag in behind), default=None),
+        lag_exact=not any(lag.is_partial for _, lag in behind),
+    )
