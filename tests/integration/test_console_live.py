@@ -43,7 +43,15 @@ SECRET = "canary"
 KEYS = HandlerKeys("shop", "pay", "orders")
 RENEWAL = {RENEWAL_HEADER: "1"}
 LIVE = (
-    *("/", "/stuck", "/handler?name=shop.pay", "/letters?handler=shop.pay", "/streams", "/stream?name=orders"),
+    *(
+        "/",
+        "/stuck",
+        "/handler?name=shop.pay",
+        "/letters?handler=shop.pay",
+        "/streams",
+        "/stream?name=orders",
+        "/tail?name=orders",
+    ),
     *("/group?stream=orders&group=readers", "/workers", "/queries", "/delayed", "/delayed?stream=orders"),
     *(f"/key?handler=shop.pay&stream=orders&key=parked+{SECRET}", "/redis", "/audit"),
 )
@@ -123,7 +131,7 @@ def test_a_renewal_takes_the_level_of_its_page_and_shows_no_more(filled: Client,
             found = {path: browser.get(path, **RENEWAL) for path in LIVE}
             refused = [path for path, one in found.items() if one.status != 200]
             assert {urlsplit(path).path for path in refused} == (
-                {"/stuck", "/letters", "/key", "/audit"} if level == "figures" else set()
+                {"/stuck", "/tail", "/letters", "/key", "/audit"} if level == "figures" else set()
             )
             assert (sum(SECRET in one.html for one in found.values()) > 0) == (level == "payloads")
             assert not {action for one in found.values() for action in one.actions} - {"/letters/export"}

@@ -8,7 +8,9 @@ import pytest
 
 from millstream.redis_client.client import Client
 from millstream.services.console import Level
-from tests.support.consoles import Browser, Page, authorized
+from millstream.services.console.app import RENEWAL_HEADER
+from tests.support.consoles import SCRIPT, Browser, Page, authorized
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.cli]
 
@@ -43,6 +45,16 @@ def test_a_tail_goes_on_from_the_last_id_and_shows_what_is_new(browser: Browser,
     assert "http-equiv" not in browser.get(next(one for one in page.links if "after=" in one)).html
 
 
+def test_an_open_tail_renews_itself_with_what_came_since_it_was_opened(browser: Browser, client: Client) -> None:
+    path = "/tail?name=in&after=120-0"
+    page = browser.get(path)
+    assert SCRIPT in page.html
+    client.execute("XADD", "in", "121-0", "n", "fresh")
+    renewed = eventually(lambda: "121-0 new n fresh" in browser.get(path, **{RENEWAL_HEADER: "1"}).text, "a new read")
+    assert renewed
+    assert SCRIPT not in browser.get(f"{path}&refresh=5").html, "a page that reloads itself renews nothing"
+
+
 def test_a_tail_that_is_behind_shows_the_end_and_leads_to_what_it_left_out(browser: Browser, client: Client) -> None:
     page = browser.get("/tail?name=in&after=60-0&refresh=5")
     assert "More came than are shown here: from 61-0 on" in page.text
@@ -71,4 +83,4 @@ def test_a_tail_of_an_empty_stream_waits_and_of_none_is_no_page(browser: Browser
 def test_what_is_hidden_is_hidden_in_a_tail(browser: Browser, client: Client) -> None:
     with authorized(client.url, Level.ADMIN, redact=lambda name, text: "(hidden)" if name == "n" else text) as other:
         page = other.get("/tail?name=in")
-    assert ("n (hidden)" in page.text, "old" in page.text) == (True, False)
+    assert ("n (hidden)" in page.text, "old1" in page.text) == (True, False)

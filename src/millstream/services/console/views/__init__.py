@@ -40,7 +40,7 @@ PAGES: tuple[Page, ...] = (
     Page(path="/letters/purge", method="POST", level=Level.ADMIN, view=letters.purge),
     Page(path="/streams", level=Level.FIGURES, view=streams.streams, is_live=True),
     Page(path="/stream", level=Level.FIGURES, view=streams.stream, is_live=True),
-    Page(path="/tail", level=Level.PAYLOADS, view=streams.tail),
+    Page(path="/tail", level=Level.PAYLOADS, view=streams.tail, is_live=True),
     Page(path="/group", level=Level.FIGURES, view=groups.group, is_live=True),
     Page(path="/group/set-id", method="POST", level=Level.ADMIN, view=groups.set_id),
     Page(path="/workers", level=Level.FIGURES, view=deployment.workers, is_live=True),
