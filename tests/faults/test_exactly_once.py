@@ -203,7 +203,8 @@ def test_killing_drivers_workers_and_redis_all_through_a_run_applies_everything_
         ) as driver:
             driver.start()
             assassin, outages = Assassin(driver, chance), Outages(server, client, driver)
-            for number, outage in zip_longest(range(KILLS), (outages.kill, outages.kill, outages.fill)):
+            kinds = (outages.kill, outages.kill, outages.fill) if SOAK else (outages.kill, outages.fill)
+            for number, outage in zip_longest(range(KILLS), kinds):
                 goal = max(1, number * MESSAGES // (KILLS + 2))  # enough is left to be at work when it kills
                 wait_for_commits(client, goal, driver)
                 if outage is not None:
