@@ -70,11 +70,12 @@ def raw_loop(client: Client, messages: int) -> float:
 
 def commands_a_second(client: Client, seconds: float) -> float:
     """Commands that the server executes a second, within scripts as well, in the next `seconds` seconds."""
-    before, began = _commands(client), time.perf_counter()
+    before, began = commands_so_far(client), time.perf_counter()
     time.sleep(seconds)
-    return (_commands(client) - before - 1) / (time.perf_counter() - began)
+    return (commands_so_far(client) - before - 1) / (time.perf_counter() - began)
 
 
-def _commands(client: Client) -> int:
+def commands_so_far(client: Client) -> int:
+    """Commands that the server has executed, within scripts as well."""
     stats = client.execute("INFO", "stats").decode()
     return int(stats.partition("total_commands_processed:")[2].partition("\r\n")[0])

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -15,9 +16,10 @@ from millstream.groups import Group
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
 from millstream.redis_client.pipelining import server_time_ms
+from millstream.services.console import views
 from tests.support.accessibility import Axe, press_key, unreached
 from tests.support.browser import Browser, Chromium
-from tests.support.console_browsing import await_login, await_text, log_in, press, reach, visit
+from tests.support.console_browsing import await_login, await_text, log_in, press, reach, record_reports, visit
 from tests.support.console_threads import ConsoleThread
 from tests.support.consoles import TOKENS, fill_with, write_tokens
 from tests.support.waiting import FAIL_SAFE_S, eventually
@@ -155,28 +157,42 @@ def test_a_link_of_another_site_shows_its_page_and_a_form_of_one_changes_nothing
         press(browser, "form[action='/key/unpark'] button", "The key goes on.")
 
 
-def test_each_page_fits_its_window_has_contrast_and_labels_passes_axe_and_is_reached_by_tab(
+def test_each_page_keeps_its_policy_fits_its_window_has_contrast_and_labels_passes_axe_and_is_reached_by_tab(
     console: ConsoleThread, chromium: Chromium
 ) -> None:
+    assert {urlsplit(path).path for path in PAGES} == {one.path for one in views.PAGES if one.method == "GET"}
     axe = Axe()
     with Browser(f"{console.url}/", chromium) as browser:
         await_login(browser)
         assert violations(browser, axe) == {}
+        record_reports(browser)
         log_in(browser, "admin")
         for path in PAGES:
             visit(browser, f"{console.url}{path}")
-            fits(browser, path)
-            assert browser.run("getComputedStyle(document.querySelector('nav ul')).listStyleType") == "none", path
-            assert browser.run(UNLABELLED) == [], path
-            assert browser.run(WITHOUT_BUTTON) == [], path
-            assert unreached(browser) == [], path
-            browser.run("document.querySelectorAll('details').forEach(one => { one.open = true }); 0")
-            assert violations(browser, axe) == {}, path
+            is_usable(browser, axe, path)
         visit(browser, f"{console.url}/handler?name=none.none", shows="main")
         assert violations(browser, axe) == {}, "a page that is not there"
         visit(browser, f"{console.url}{PAGES[3]}")
         press(browser, "form[action='/key/reset'] button", "Yes, do it")
-        assert violations(browser, axe) == {}, "a confirmation"
+        is_usable(browser, axe, "a confirmation")
+        visit(browser, f"{console.url}/letters?handler=shop.pay")
+        visit(browser, browser.run("document.querySelector('tbody th a').href"), shows="input[name=letter]")
+        is_usable(browser, axe, "a group of dead letters")
+        press(browser, ".actions button:not([name])", "Yes, do it")
+        press(browser, "form[action='/letters/redrive'] button", "1 dead letter redriven.")
+        is_usable(browser, axe, "the page after a redrive")
+
+
+def is_usable(browser: Browser, axe: Axe, name: str) -> None:
+    """The page keeps its policy and fits its window, and each part of it has a name, contrast and a place for Tab."""
+    assert browser.run("window.reports") == [], name
+    fits(browser, name)
+    assert browser.run("getComputedStyle(document.querySelector('nav ul')).listStyleType") == "none", name
+    assert browser.run(UNLABELLED) == [], name
+    assert browser.run(WITHOUT_BUTTON) == [], name
+    assert unreached(browser) == [], name
+    browser.run("document.querySelectorAll('details').forEach(one => { one.open = true }); 0")
+    assert violations(browser, axe) == {}, name
 
 
 def fits(browser: Browser, path: str) -> None:

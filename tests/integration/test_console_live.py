@@ -32,7 +32,7 @@ from millstream.services.console.views import PAGES
 from tests.support.accessibility import Axe
 from tests.support.browser import Browser, Chromium
 from tests.support.command_stats import commands_run
-from tests.support.console_browsing import await_text, log_in, visit
+from tests.support.console_browsing import await_text, log_in, record_reports, visit
 from tests.support.console_threads import ConsoleThread
 from tests.support.consoles import BASE, TOKENS, client_of, console, fill_with, write_tokens
 from tests.support.waiting import eventually
@@ -196,11 +196,6 @@ def test_whether_a_session_has_ended_is_asked_again_once_redis_is_back(tmp_path:
 # --- In a browser ---
 
 
-REPORTS = """
-window.reports = []
-addEventListener('securitypolicyviolation', one => window.reports.push(one.violatedDirective + ' ' + one.blockedURI))
-"""
-
 TALL = "document.body.style.minHeight = '5000px'; 0"
 
 
@@ -214,8 +209,7 @@ def started(filled: Client, tmp_path: Path) -> Iterator[ConsoleThread]:
 def browser(started: ConsoleThread, chromium: Chromium) -> Iterator[Browser]:
     """A browser in which an operator has logged in, and which reports what the policy of a page forbids."""
     with Browser(f"{started.url}/", chromium) as opened:
-        opened.command("Page.enable")
-        opened.command("Page.addScriptToEvaluateOnNewDocument", source=REPORTS)
+        record_reports(opened)
         opened.command("Emulation.setFocusEmulationEnabled", enabled=True)
         log_in(opened, "operate")
         yield opened

@@ -5,6 +5,17 @@ from tests.support.browser import Browser
 from tests.support.consoles import TOKENS
 from tests.support.waiting import eventually
 
+_REPORTS = """
+window.reports = []
+addEventListener('securitypolicyviolation', one => window.reports.push(one.violatedDirective + ' ' + one.blockedURI))
+"""
+
+
+def record_reports(browser: Browser) -> None:
+    """Let each page that is loaded from now on keep what its content security policy forbids, in `window.reports`."""
+    browser.command("Page.enable")
+    browser.command("Page.addScriptToEvaluateOnNewDocument", source=_REPORTS)
+
 
 def visit(browser: Browser, url: str, shows: str = "nav") -> None:
     """Go to a page, and wait until it is loaded and shows an element."""

@@ -33,6 +33,17 @@ def parsed_options(words: Sequence[str]) -> dict[str, Any]:
         return found
 
 
+def served_port(words: Sequence[str]) -> int:
+    """The port on which a command line serves other machines: the pages of a console, or metrics."""
+    if words[0] != "console":
+        return metrics_port(words)
+    options = parsed_options(words)
+    assert options["host"] == "0.0.0.0", "no other machine reaches it"
+    assert options["token_file"] is not None, "without a token it does not leave its machine"
+    port: int = options["port"]
+    return port
+
+
 def metrics_port(words: Sequence[str]) -> int:
     """The port on which a command line serves metrics to other machines."""
     host, _, port = parsed_options(words)["metrics_address"].rpartition(":")

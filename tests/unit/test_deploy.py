@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 
-from tests.support.deploy_files import DEPLOY, metrics_port, parsed_options, read_yaml
+from tests.support.deploy_files import DEPLOY, metrics_port, parsed_options, read_yaml, served_port
 from tests.support.expressions import promtool_accepts
 
 pytestmark = [pytest.mark.cli]
 
-OURS = ("worker", "exporter")
+OURS = ("worker", "exporter", "console")
+MEASURED = ("worker", "exporter")
+IMAGES = ("Dockerfile", "Dockerfile.spark")
 
 
 @pytest.fixture
@@ -39,6 +41,27 @@ def test_every_command_of_the_services_is_one_that_millstream_understands(servic
         parsed_options(command)  # raises UsageError
 
 
+def test_the_console_has_its_tokens_from_a_secret_that_is_in_no_commit(
+    compose: dict[str, Any], services: dict[str, Any]
+) -> None:
+    console = services["console"]
+    (secret,) = console["secrets"]
+    assert str(parsed_options(console["command"])["token_file"]) == f"/run/secrets/{secret}"
+    (source,) = compose["secrets"][secret].values()
+    assert re.fullmatch(r"\./(.+)/[\w-]+", source)
+    ignored = (DEPLOY.parent / ".gitignore").read_text().splitlines()
+    assert f"deploy/{source.split('/')[1]}/" in ignored
+    assert console["build"]["args"]["EXTRAS"] == "console"
+    assert console["ports"] == [f"127.0.0.1:{served_port(console['command'])}:{served_port(console['command'])}"]
+
+
+def test_healthchecks_ask_the_port_of_the_command(services: dict[str, Any]) -> None:
+    for name in ("worker", "console"):
+        program = services[name]["healthcheck"]["test"][-1]
+        assert f"http://127.0.0.1:{served_port(services[name]['command'])}/healthz" in program, name
+        compile(program, name, "exec")
+
+
 def test_redis_persists_each_write_and_evicts_nothing(services: dict[str, Any]) -> None:
     output = " ".join(services["redis"]["command"])
     assert "--appendonly yes" in output
@@ -63,7 +86,7 @@ def test_no_service_can_write_its_root_or_gain_rights(services: dict[str, Any]) 
 
 def test_only_this_machine_reaches_the_ports(services: dict[str, Any]) -> None:
     ports = [port for service in services.values() for port in service.get("ports", [])]
-    assert len(ports) == 3
+    assert len(ports) == 4
     assert [port for port in ports if not re.fullmatch(r"127\.0\.0\.1:(\d+):\1", port)] == []
     assert "ports" not in services["redis"]
 
@@ -84,7 +107,7 @@ def test_everything_that_is_mounted_exists_and_cannot_be_changed(compose: dict[s
 def test_prometheus_scrapes_each_service_that_has_metrics_and_evaluates_the_alerts(services: dict[str, Any]) -> None:
     found = read_yaml(DEPLOY / "prometheus/prometheus.yaml")
     targets = {target for job in found["scrape_configs"] for one in job["static_configs"] for target in one["targets"]}
-    assert targets == {f"{name}:{metrics_port(services[name]['command'])}" for name in OURS}
+    assert targets == {f"{name}:{metrics_port(services[name]['command'])}" for name in MEASURED}
     seen = mounts(services["prometheus"])
     assert [seen[f"/etc/prometheus/{name}"] for name in found["rule_files"]] == ["./prometheus/rules.yaml"]
     assert seen["/etc/prometheus/prometheus.yml"] == "./prometheus/prometheus.yaml"
@@ -113,9 +136,37 @@ def test_promtool_accepts_the_configuration() -> None:
     promtool_accepts("config", DEPLOY / "prometheus/prometheus.yaml")
 
 
+def instructions(name: str) -> list[tuple[str, str]]:
+    """The instructions of a Dockerfile: their names and their words."""
+    return re.findall(r"^([A-Z]+) (.+)$", (DEPLOY / name).read_text(), re.MULTILINE)
+
+
 def test_the_image_does_not_run_as_root_and_gets_its_signals_without_a_shell() -> None:
-    instructions = re.findall(r"^([A-Z]+) (.+)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
-    last = dict(instructions)
+    last = dict(instructions("Dockerfile"))
     assert int(last["USER"].partition(":")[0]) > 0
     assert json.loads(last["ENTRYPOINT"]) == ["millstream"]
     assert json.loads(last["CMD"]) == ["--help"]
+
+
+def test_the_image_of_spark_has_the_tested_spark_once_and_the_entry_point_of_its_pods() -> None:
+    found = instructions("Dockerfile.spark")
+    (version,) = re.findall(r"^pyspark==(\S+)", (DEPLOY.parent / "requirements.lock").read_text(), re.MULTILINE)
+    assert found[0] == ("ARG", f"SPARK={version}")
+    (install,) = [words for name, words in found if name == "RUN" and words.startswith("pip install")]
+    assert "[spark" in install
+    assert '"pyspark==$SPARK"' in install
+    copied = {words.split()[-2]: words.split()[0] for name, words in found if name == "COPY" and "--from" in words}
+    assert copied == {"/opt/java/openjdk": "--from=spark", "/opt/decom.sh": "--from=spark", "/wheels": "--from=wheel"}
+    last = dict(found)
+    assert int(last["USER"].partition(":")[0]) > 0
+    assert json.loads(last["ENTRYPOINT"]) == ["/opt/entrypoint.sh"]
+    assert last["ENV"].endswith(
+        f"/python{last['FROM'].removeprefix('python:').removesuffix('-slim')}/site-packages/pyspark"
+    )
+
+
+def test_both_images_are_built_from_the_same_wheel() -> None:
+    stages = [(DEPLOY / name).read_text().split("AS wheel\n")[1].split("\n\n")[0] for name in IMAGES]
+    assert stages[0] == stages[1]
+    ignored = [(DEPLOY / f"{name}.dockerignore").read_text() for name in IMAGES]
+    assert ignored[0] == ignored[1]

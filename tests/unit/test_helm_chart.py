@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.chart_templates import ChartError, render
-from tests.support.deploy_files import DEPLOY, documents, parsed_options, read_yaml
+from tests.support.deploy_files import DEPLOY, documents, parsed_options, read_yaml, served_port
 from tests.support.pages import blocks_of
 from tests.support.requirements import skip_without
 
@@ -31,11 +31,19 @@ FULL = SCALED | {
     "podAnnotations": {"team": "shop"},
     "metrics": {"port": 9700, "podMonitor": True, "podMonitorLabels": {"release": "prometheus"}},
     "exporter": {"enabled": False, "service": "figures"},
+    "console": {
+        "enabled": True,
+        "replicas": 2,
+        "port": 8081,
+        "tokens": {"secret": "tokens", "key": "file"},
+        "extraArgs": ["--redact=card"],
+    },
     "podDisruptionBudget": {"maxUnavailable": "25%"},
 }
 CASES: Mapping[str, dict[str, Any]] = {
     "least": LEAST,
     "monitored": LEAST | {"metrics": {"podMonitor": True}, "replicas": 5},
+    "with a console": LEAST | {"console": {"enabled": True}},
     "scaled": SCALED,
     "scaled by messages": LEAST | {"autoscaling": {"enabled": True, "handler": "shop.notify", "keyed": False}},
     "full": FULL,
@@ -43,8 +51,9 @@ CASES: Mapping[str, dict[str, Any]] = {
 
 
 def plain(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Objects of the chart without what only the chart sets, and with the exporter's name of the plain files."""
-    objects: list[dict[str, Any]] = json.loads(json.dumps(found).replace("shop-exporter", "exporter"))
+    """Objects of the chart without what only the chart sets, and with the names of the plain files."""
+    text = re.sub(r"shop-(console|exporter)", r"\1", json.dumps(found))
+    objects: list[dict[str, Any]] = json.loads(text)
     for one in objects:
         metadata = one["metadata"]
         labels = {name: value for name, value in metadata.pop("labels", {}).items() if not name.startswith(OWN)}
@@ -79,8 +88,8 @@ def used() -> set[str]:
 
 
 def test_the_chart_makes_the_objects_of_the_plain_files() -> None:
-    found = plain(render(CHART, LEAST | {"metrics": {"podMonitor": True}}, "shop"))
-    expected = of_files("exporter.yaml", "podmonitor.yaml", "worker.yaml")
+    found = plain(render(CHART, LEAST | {"metrics": {"podMonitor": True}, "console": {"enabled": True}}, "shop"))
+    expected = of_files("console.yaml", "exporter.yaml", "podmonitor.yaml", "worker.yaml")
     assert [one["kind"] for one in found] == [one["kind"] for one in expected]
     for one, other in zip(found, expected, strict=True):
         assert one == other
@@ -122,9 +131,7 @@ def test_every_command_of_the_chart_is_one_that_millstream_understands(values: d
     assert deployments
     for one in deployments:
         (container,) = one["spec"]["template"]["spec"]["containers"]
-        assert parsed_options(container["args"])["metrics_address"].endswith(
-            f":{container['ports'][0]['containerPort']}"
-        )
+        assert served_port(container["args"]) == container["ports"][0]["containerPort"]
 
 
 def test_the_values_reach_the_pods() -> None:
@@ -137,13 +144,23 @@ def test_the_values_reach_the_pods() -> None:
     assert container["env"][1:] == FULL["extraEnv"]
     assert pod["imagePullSecrets"] == FULL["imagePullSecrets"]
     assert template["metadata"]["annotations"] == FULL["podAnnotations"]
+    console = the("Deployment", found, "console")["spec"]
+    (shown,) = console["template"]["spec"]["containers"]
+    assert (console["replicas"], shown["ports"][0]["containerPort"], shown["args"][-1]) == (2, 8081, "--redact=card")
+    (volume,) = console["template"]["spec"]["volumes"]
+    assert volume["secret"] == {"secretName": "tokens", "items": [{"key": "file", "path": "tokens"}]}
+    assert the("Service", found)["spec"]["ports"] == [{"name": "http", "port": 8081, "targetPort": "http"}]
     assert the("PodMonitor", found)["metadata"]["labels"]["release"] == "prometheus"
     assert the("PodDisruptionBudget", found)["spec"]["maxUnavailable"] == "25%"
 
 
+def test_a_release_has_no_console_unless_its_values_enable_it() -> None:
+    assert {one["metadata"]["name"] for one in render(CHART, LEAST, "shop")} == {"shop-worker", "shop-exporter"}
+
+
 def test_a_release_without_an_exporter_asks_that_of_another() -> None:
     found = render(CHART, FULL, "shop")
-    assert [one["metadata"]["name"] for one in found if one["kind"] in ("Deployment", "Service")] == ["shop-worker"]
+    assert "shop-exporter" not in {one["metadata"]["name"] for one in found}
     urls = {one["metadata"]["url"] for one in the("ScaledObject", found)["spec"]["triggers"]}
     assert urls == {"http://figures:9464/scale?handler=shop.total"}
 

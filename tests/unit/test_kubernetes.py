@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.deploy_files import DEPLOY, documents, metrics_port, parsed_options, read_yaml
+from tests.support.deploy_files import DEPLOY, documents, parsed_options, read_yaml, served_port
 from tests.support.pages import blocks_of, consoles_of
 from tests.support.requirements import skip_without
 
@@ -16,7 +16,10 @@ pytestmark = [pytest.mark.cli]
 
 FOLDER = DEPLOY / "kubernetes"
 PAGE = "docs/operations/kubernetes.md"
-SHOWN = {"worker.yaml": PAGE, "exporter.yaml": PAGE, "podmonitor.yaml": PAGE, "scaledobject.yaml": "docs/scaling.md"}
+SHOWN = {
+    **dict.fromkeys(("console.yaml", "exporter.yaml", "podmonitor.yaml", "worker.yaml"), PAGE),
+    "scaledobject.yaml": "docs/scaling.md",
+}
 """The page that shows each file as a whole."""
 
 
@@ -40,18 +43,35 @@ def pods_selected(labels: dict[str, str]) -> list[str]:
 
 def test_every_command_of_a_container_is_one_that_millstream_understands() -> None:
     commands = {name: container["args"] for name, _, _, container in pods()}
-    assert {name: words[0] for name, words in commands.items()} == {"shop-worker": "worker", "exporter": "exporter"}
+    assert {name: words[0] for name, words in commands.items()} == {
+        "console": "console",
+        "exporter": "exporter",
+        "shop-worker": "worker",
+    }
     for words in commands.values():
         parsed_options(words)  # raises UsageError
 
 
-def test_probes_and_the_named_port_reach_the_metrics_of_the_command() -> None:
+def test_probes_and_the_named_port_reach_the_port_of_the_command() -> None:
     for name, _, _, container in pods():
-        assert container["ports"] == [{"name": "metrics", "containerPort": metrics_port(container["args"])}], name
-        for probe, path in (("readinessProbe", "/readyz"), ("livenessProbe", "/healthz")):
-            assert container[probe]["httpGet"] == {"path": path, "port": "metrics"}, name
+        port, ready = ("http", "/healthz") if name == "console" else ("metrics", "/readyz")
+        assert container["ports"] == [{"name": port, "containerPort": served_port(container["args"])}], name
+        for probe, path in (("readinessProbe", ready), ("livenessProbe", "/healthz")):
+            assert container[probe]["httpGet"] == {"path": path, "port": port}, name
         liveness = container["livenessProbe"]
-        assert liveness["periodSeconds"] * liveness["failureThreshold"] >= 300, f"{name}: restarts while Redis is away"
+        patience_s = liveness["periodSeconds"] * liveness["failureThreshold"]
+        assert patience_s >= (60 if name == "console" else 300), f"{name}: restarts while Redis is away"
+
+
+def test_the_console_finds_its_tokens_in_a_secret_and_may_not_change_them() -> None:
+    ((pod, container),) = [(pod, one) for name, _, pod, one in pods() if name == "console"]
+    (mount,), (volume,) = container["volumeMounts"], pod["volumes"]
+    (item,) = volume["secret"]["items"]
+    assert str(parsed_options(container["args"])["token_file"]) == f"{mount['mountPath']}/{item['path']}"
+    assert (mount["name"], mount["readOnly"]) == (volume["name"], True)
+    assert "subPath" not in mount, "a changed secret would not reach the pod"
+    shown = "\n".join(console.commands for console in consoles_of(PAGE))
+    assert f"kubectl create secret generic {volume['secret']['secretName']} --from-file={item['key']}\n" in shown
 
 
 def test_a_worker_may_stop_in_order_before_it_is_killed() -> None:
@@ -97,8 +117,12 @@ def test_every_selector_selects_a_pod() -> None:
     for one in objects("Deployment") + objects("PodDisruptionBudget"):
         name = one["metadata"]["name"]
         assert pods_selected(one["spec"]["selector"]["matchLabels"]) == [name]
-    (service,) = objects("Service")
-    assert pods_selected(service["spec"]["selector"]) == ["exporter"]
+    services = {one["metadata"]["name"]: one["spec"] for one in objects("Service")}
+    assert {name: pods_selected(one["selector"]) for name, one in services.items()} == {
+        "console": ["console"],
+        "exporter": ["exporter"],
+    }
+    assert services["console"]["type"] == "ClusterIP"
     (monitor,) = objects("PodMonitor")
     (expression,) = monitor["spec"]["selector"]["matchExpressions"]
     assert [pods_selected({expression["key"]: value}) for value in expression["values"]] == [
@@ -109,15 +133,16 @@ def test_every_selector_selects_a_pod() -> None:
 
 
 def test_the_autoscaler_asks_the_exporter_and_scales_the_worker() -> None:
-    (service,), (scaled,) = objects("Service"), objects("ScaledObject")
+    (service,) = [one for one in objects("Service") if one["metadata"]["name"] == "exporter"]
+    (scaled,) = objects("ScaledObject")
     place = f"http://{service['metadata']['name']}:{service['spec']['ports'][0]['port']}/scale?"
     assert [one for one in scaled["spec"]["triggers"] if not one["metadata"]["url"].startswith(place)] == []
     assert scaled["spec"]["scaleTargetRef"]["name"] in [one["metadata"]["name"] for one in objects("Deployment")]
 
 
-def test_the_list_of_files_names_all_that_need_no_operator() -> None:
+def test_the_list_of_files_names_all_that_need_neither_an_operator_nor_tokens() -> None:
     listed = read_yaml(FOLDER / "kustomization.yaml")["resources"]
-    assert {*listed, "podmonitor.yaml", "scaledobject.yaml", "kustomization.yaml"} == {
+    assert {*listed, "console.yaml", "podmonitor.yaml", "scaledobject.yaml", "kustomization.yaml"} == {
         path.name for path in FOLDER.iterdir()
     }
     kinds = {one["kind"] for name in listed for one in documents((FOLDER / name).read_text())}

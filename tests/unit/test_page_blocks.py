@@ -18,7 +18,7 @@ from tests.support.requirements import skip_without
 pytestmark = [pytest.mark.cli]
 
 PAGES = ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))]
-UNIT = ROOT / "deploy/systemd/millstream-worker.service"
+UNITS = {name: ROOT / f"deploy/systemd/millstream-{name}.service" for name in ("worker", "console")}
 INSTRUCTIONS = {"ARG", "CMD", "COPY", "ENTRYPOINT", "ENV", "EXPOSE", "FROM", "RUN", "USER", "WORKDIR"}
 
 
@@ -46,21 +46,38 @@ def test_every_block_of_yaml_parses() -> None:
 
 
 def test_every_unit_of_a_page_is_the_file_of_the_clone() -> None:
-    assert [text for page, text in blocks("ini") if page == "docs/operations/systemd.md"] == [UNIT.read_text()]
+    shown = [text for page, text in blocks("ini") if page == "docs/operations/systemd.md"]
+    assert shown == [path.read_text() for path in UNITS.values()]
+    assert {*UNITS.values()} == {*(ROOT / "deploy/systemd").iterdir()}
 
 
 def test_the_unit_starts_a_command_that_millstream_understands_and_stops_it_in_order() -> None:
-    service = unit(UNIT.read_text())["Service"]
+    service = unit(UNITS["worker"].read_text())["Service"]
     _, *words = shlex.split(service["ExecStart"])
     assert int(service["TimeoutStopSec"]) > parsed_options(words)["stop_timeout"]
     assert (service["KillSignal"], service["KillMode"], service["Restart"]) == ("SIGTERM", "mixed", "always")
 
 
-def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
+def test_the_unit_of_the_console_serves_this_machine_with_tokens_of_a_file_and_writes_nothing() -> None:
+    service = unit(UNITS["console"].read_text())["Service"]
+    _, *words = shlex.split(service["ExecStart"])
+    options = parsed_options(words)
+    assert (words[0], options["host"], str(options["token_file"])) == (
+        "console",
+        "127.0.0.1",
+        "/etc/shop/console-tokens",
+    )
+    assert (service["KillSignal"], service["Restart"], service["ProtectSystem"]) == ("SIGTERM", "always", "strict")
+    assert service["User"] != unit(UNITS["worker"].read_text())["Service"]["User"], "it could read the tokens"
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_systemd_accepts_the_unit(name: str, tmp_path: Path) -> None:
     skip_without(shutil.which("systemd-analyze"), "systemd-analyze is not installed; it comes with systemd")
-    program = shlex.split(unit(UNIT.read_text())["Service"]["ExecStart"])[0]
-    copy = tmp_path / "shop-worker.service"
-    copy.write_text(UNIT.read_text().replace(program, sys.executable))  # systemd looks for the program
+    text = UNITS[name].read_text()
+    program = shlex.split(unit(text)["Service"]["ExecStart"])[0]
+    copy = tmp_path / f"shop-{name}.service"
+    copy.write_text(text.replace(program, sys.executable))  # systemd looks for the program
     done = subprocess.run(["systemd-analyze", "verify", str(copy)], capture_output=True, text=True, check=False)
     assert [line for line in done.stderr.splitlines() if copy.name in line] == []  # the machine's own may be wrong
 

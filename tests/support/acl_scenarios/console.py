@@ -12,10 +12,10 @@ from millstream.redis_client.key_names import history_writer_key
 from millstream.services.console import Level
 from millstream.services.console.history_writer import HistoryWriter
 from tests.support.acl_scenarios.commands import WITHOUT_THEIR_RIGHTS
+from tests.support.console_forms import FORMS
 from tests.support.consoles import Browser, Page, authorized, console, fill_with, pages_one_by_one
 
 KEY = "/key?handler=shop.pay&stream=orders&key=parked+x"
-LETTERS = "/letters?handler=shop.pay"
 
 
 def manage(url: str, admin: Client) -> None:
@@ -67,34 +67,16 @@ def check_findings(browser: Browser) -> None:
 
 def act(browser: Browser, keyed: KeyedStream) -> None:
     """Send every form; those that ask are answered."""
-    send(browser, "/handler?name=shop.pay", "/handler/resume")
-    send(browser, "/handler?name=shop.pay", "/handler/pause")
-    send(browser, "/handler?name=shop.pay", "/handler/rate", rate="60/m")
-    send(browser, "/handler?name=shop.pay", "/handler/rate/clear")
-    form = granted(browser.get("/stuck")).form("/stuck/unpark")
-    granted(browser.post("/stuck/unpark", **form, stuck="handler=shop.pay&stream=orders&key=parked+x"))
+    send(browser, "/handler/resume", "/handler/pause", "/handler/rate", "/handler/rate/clear", "/stuck/unpark")
     (lease,) = keyed.lease_keys(queues=1, entries=1, run=1, lease_ms=60_000, now_ms=0).leases
     assert lease.key == b"parked x"
-    for path in ("/key/skip", "/key/park", "/key/reset"):
-        send(browser, KEY, path)
-    send(browser, LETTERS, "/letters/export")
-    letter = next(one for one in granted(browser.get(LETTERS)).links if one.startswith("/letter?"))
-    edit = next(one for one in granted(browser.get(letter)).links if one.startswith("/letter/edit"))
-    send(browser, edit, "/letter/edit", name0="n", value0="1")
-    send(browser, KEY, "/key/skip")
-    send(browser, LETTERS, "/letters/redrive")
-    send(browser, KEY, "/key/skip")
-    question = granted(browser.send(granted(browser.get(LETTERS)), "/letters/purge"))
-    granted(browser.send(question, "/letters/purge", confirm="1"))
-    send(browser, "/delayed?stream=orders", "/delayed/cancel")
-    token = granted(browser.get("/handler?name=shop.pay")).form("/handler/resume")["form_token"]
-    question = granted(browser.post("/workers/drain", app="shop", worker="w-0", form_token=token))
-    granted(browser.send(question, "/workers/drain", confirm="w-0"))
-    send(browser, "/group?stream=orders&group=readers", "/group/set-id", after="2023-11-15T00:00")
+    send(browser, "/key/skip", "/key/park", "/key/reset", "/letters/export", "/letter/edit")
+    granted(browser.send(granted(browser.get(KEY)), "/key/park"))
+    send(browser, "/key/unpark", "/key/skip", "/letters/redrive", "/key/skip", "/letters/purge")
+    send(browser, "/delayed/cancel", "/workers/drain", "/group/set-id")
 
 
-def send(browser: Browser, page: str, path: str, **fields: str) -> None:
-    """Send the form of a page that goes to `path`, and answer its question if it asks one."""
-    answer = granted(browser.send(granted(browser.get(page)), path, **fields))
-    if "Yes, do it" in answer.text:
-        granted(browser.send(answer, path))
+def send(browser: Browser, *paths: str) -> None:
+    """Send the forms that go to these paths."""
+    for path in paths:
+        granted(FORMS[path].send(browser, path))

@@ -31,6 +31,14 @@ env:
   {{- with .Values.extraEnv }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
+securityContext:
+  allowPrivilegeEscalation: false
+  readOnlyRootFilesystem: true
+  capabilities:
+    drop:
+      - ALL
+{{- end }}
+{{- define "millstream.probes" -}}
 readinessProbe:
   httpGet:
     path: /readyz
@@ -44,12 +52,6 @@ livenessProbe:
   periodSeconds: 10
   timeoutSeconds: 5
   failureThreshold: 30
-securityContext:
-  allowPrivilegeEscalation: false
-  readOnlyRootFilesystem: true
-  capabilities:
-    drop:
-      - ALL
 {{- end }}
 {{- define "millstream.exporter" -}}
 {{- if .Values.exporter.enabled }}
