@@ -14,7 +14,7 @@ from millstream.errors import MillstreamError
 from millstream.groups import Group
 from millstream.partitions.partitioned_producer import PartitionedProducer
 from millstream.redis_client.client import Client
-from millstream.redis_client.key_names import HandlerKeys, StreamKeys, ended_process_key, stage_group
+from millstream.redis_client.key_names import HandlerKeys, StreamKeys, audit_key, ended_process_key, stage_group
 from millstream.spark.run.liveness import announce_run
 from millstream.worker.incarnations import ProcessEnd
 from millstream.worker.static_membership import StaticMembership
@@ -29,8 +29,8 @@ STREAMS = {b"in", b"out", b"calls-input"}
 
 
 def everything(client: Client) -> set[bytes]:
-    """All keys, except streams of messages, which are the users'."""
-    return {key for page in client.scan_key_pages("*") for key in page} - STREAMS
+    """All keys, except streams of messages, which are the users', and the audit, which has what the command has done."""
+    return {key for page in client.scan_key_pages("*") for key in page} - STREAMS - {audit_key().encode()}
 
 
 def refuse_some(message: Message) -> None:

@@ -211,6 +211,7 @@ def _repair(found: _Outputs, client: Client) -> None:
     found.run("key skip", "shop.total", "mad", "--yes")
     found.run("key unpark", "shop.total", "mad")
     found.run("key unpark", "shop.total", "--all", "--yes")
+    found.run("audit")
 
 
 def _change_groups(found: _Outputs, client: Client) -> None:

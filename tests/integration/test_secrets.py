@@ -29,6 +29,7 @@ BRIEF: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "publish": (("s", "--format", "csv", "--wait", "0"),),
     "delayed": (("list", "s"), ("cancel", "s", "1-0", "--yes")),
     "tail": (("s",), ("s*", "--no-follow")),
+    "audit": ((),),
     "info": ((), ("--json",)),
     "top": ((), ("--json",)),
     "why": (("a.h", "k"),),

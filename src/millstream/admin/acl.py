@@ -345,13 +345,13 @@ ROLES: Mapping[RoleName, Role] = {
             *_GROW,
         ),
         direct="client|setname exists get hdel hget hgetall hkeys hlen hmget hpexpiretime hscan hset lindex llen lrange "
-        "ping set time unlink xautoclaim xclaim xdel xgroup|create xgroup|delconsumer xgroup|destroy xgroup|setid xinfo|consumers "
+        "ping set time unlink xadd xautoclaim xclaim xdel xgroup|create xgroup|delconsumer xgroup|destroy xgroup|setid xinfo|consumers "
         "xinfo|groups xinfo|stream xlen xpending xrange xread xrevrange zcard zmscore zrange",
         optional="client|tracking",
         never_executed="sadd scard srandmember",
         scans="always",
         stream_keys=("*",),
-        app_keys=(f"{PREFIX}:worker:{{app}}:*",),
+        app_keys=(f"{PREFIX}:worker:{{app}}:*", audit_key()),
         uses_services=True,
     ),
     RoleName.CONSOLE: Role(

@@ -1,21 +1,22 @@
-"""AuditLog: what operators have changed through a service, kept in one capped stream of Redis.
+"""AuditLog: what operators have changed through the console and by commands, kept in one capped stream of Redis.
 
 An action is recorded before it begins and again when it ends. So nothing is changed without a record, and an action
 whose process died has a record without a result.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import msgspec
 
-from millstream.errors import MillstreamError, OutOfMemory, StreamFull, Unavailable
+from millstream.errors import MillstreamError, OutOfMemory, RedisError, StreamFull, Unavailable
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import audit_key
 from millstream.redis_client.replies import mapping_of
 
 _MOST_RECORDS = 200_000  # two for each action
+_UNKNOWN = "unknown, it may have been done"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +24,7 @@ class AuditRecord:
     """One action.
 
     * `id`: id of its record; `at_ms`: when it began, in Unix milliseconds
-    * `by`: the operator, as the service knows them; `action`: the command, such as `key park`
+    * `by`: the operator, as the console or the command knows them; `action`: the command, such as `key park`
     * `about`: the objects of the action, by name; {} if the record is unreadable
     * `result`: its result in words; None while it runs, or if its process died
     """
@@ -34,6 +35,12 @@ class AuditRecord:
     action: str
     about: Mapping[str, str]
     result: str | None
+
+    @property
+    def outcome(self) -> str:
+        """Its result, or that and why there is none."""
+        unknown = "unknown: its process ended first, Redis was away, or it is under way"
+        return unknown if self.result is None else self.result
 
 
 class RunningAction:
@@ -55,20 +62,38 @@ class AuditLog:
         self._client = client
 
     @contextmanager
-    def action(self, *, by: str, action: str, about: Mapping[str, str]) -> Iterator[RunningAction]:
+    def action(
+        self,
+        *,
+        by: str,
+        action: str,
+        about: Mapping[str, str],
+        on_unrecorded: Callable[[str, RedisError], None] | None = None,
+    ) -> Iterator[RunningAction]:
         """Record an action of `by` before the block and its result after it.
 
-        An error of the block is its result, and raised. Raises RedisError before the block if nothing can be recorded.
+        An error of the block is its result, and raised. Raises RedisError before the block if nothing can be recorded;
+        unless `on_unrecorded` is given, which is called with what is missing, and with the error: then the block runs.
         """
-        record = self.begin(by=by, action=action, about=about)
+        record: str | None = None
+
+        def end(result: str) -> None:
+            if record is not None:
+                with _reporting(on_unrecorded, "the result of this action"):
+                    self.end(record, result)
+
+        with _reporting(on_unrecorded, "this action"):
+            record = self.begin(by=by, action=action, about=about)
         running = RunningAction()
         try:
             yield running
         except MillstreamError as error:
-            how = "unknown, it may have been done" if may_have_run(error) else "failed"
-            self.end(record, f"{how}: {error}")
+            end(f"{_UNKNOWN if may_have_run(error) else 'failed'}: {error}")
             raise
-        self.end(record, running.result)
+        except KeyboardInterrupt:
+            end(f"{_UNKNOWN}: interrupted")
+            raise
+        end(running.result)
 
     def begin(self, *, by: str, action: str, about: Mapping[str, str]) -> str:
         """Record an action of `by` that begins now; return the id of its record. Raises RedisError."""
@@ -78,12 +103,15 @@ class AuditLog:
         """Record what came of an action. Raises RedisError."""
         self._add("of", record, "result", result)
 
-    def read(self, *, count: int = 100, before: str = "+") -> list[AuditRecord]:
-        """The newest `count` actions that began before the record `before`, the newest first. Raises RedisError."""
+    def read(self, *, count: int = 100, before: str = "+", since_ms: int = 0) -> list[AuditRecord]:
+        """The newest `count` actions that began before the record `before`, the newest first. Raises RedisError.
+
+        `since_ms`: only those that began at this time or later, in Unix milliseconds.
+        """
         found: list[AuditRecord] = []
         results: dict[str, str] = {}
         end = "+" if before == "+" else f"({before}"
-        for record_id, fields in self._newest_first(end):
+        for record_id, fields in self._newest_first(end, str(since_ms)):
             if b"of" in fields:
                 results[_text(fields, b"of")] = _text(fields, b"result")
                 continue
@@ -101,13 +129,13 @@ class AuditLog:
                 break
         return found
 
-    def _newest_first(self, end: str) -> Iterator[tuple[str, Mapping[bytes, bytes]]]:
-        """The records up to `end`, and first the results that came later of those."""
+    def _newest_first(self, end: str, start: str) -> Iterator[tuple[str, Mapping[bytes, bytes]]]:
+        """The records from `start` up to `end`, and first the results that came later of those."""
         if end != "+":
             later = self._client.execute("XRANGE", audit_key(), end.removeprefix("("), "+", "COUNT", 100)
             yield from ((one.decode(), mapping_of(pairs)) for one, pairs in later if b"of" in pairs[::2])
         while True:
-            page = self._client.execute("XREVRANGE", audit_key(), end, "-", "COUNT", 200)
+            page = self._client.execute("XREVRANGE", audit_key(), end, start, "COUNT", 200)
             for record_id, pairs in page:
                 yield record_id.decode(), mapping_of(pairs)
             if len(page) < 200:
@@ -118,6 +146,17 @@ class AuditLog:
         wire = [one.encode("utf-8", "surrogateescape") if isinstance(one, str) else one for one in pairs]
         added: bytes = self._client.execute("XADD", audit_key(), "MAXLEN", "~", _MOST_RECORDS, "*", *wire)
         return added.decode()
+
+
+@contextmanager
+def _reporting(report: Callable[[str, RedisError], None] | None, what: str) -> Iterator[None]:
+    """Call `report` with an error of the block, and `what` it leaves unrecorded; raise the error without one."""
+    try:
+        yield
+    except RedisError as error:
+        if report is None:
+            raise
+        report(what, error)
 
 
 def _text(fields: Mapping[bytes, bytes], name: bytes) -> str:

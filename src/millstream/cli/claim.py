@@ -11,6 +11,7 @@ from millstream.admin.inspection import handler_of
 from millstream.admin.time_inputs import Duration
 from millstream.cli.group_names import GroupName, Stream, find_group
 from millstream.cli.options import DryRun, Json, Url, Yes, duration
+from millstream.cli.recorded_action import named, recorded
 from millstream.cli.terminal import confirm, print_json, print_line, print_message
 from millstream.errors import ConfigError, MillstreamError
 from millstream.groups import Group, PendingEntry
@@ -65,13 +66,22 @@ def claim(
                 f"there is no consumer {consumer!r} in group {group!r}, so claimed entries might never be processed: "
                 "see `millstream group consumers`, or add --create"
             )
-        if ids:
-            done = _claim_ids(client, of, consumer, ids, idle_ms, dry_run=dry_run)
+        if not ids and not dry_run:
+            confirm(f"Claim all entries of {group} on {stream} that are idle for {min_idle}, for {consumer}?", yes=yes)
+        if dry_run and ids:
+            done = _claim_ids(client, of, consumer, ids, idle_ms, dry_run=True)
         elif dry_run:
             done = _would_claim(client, stream, of.pending.iter_entries(min_idle_ms=idle_ms))
         else:
-            confirm(f"Claim all entries of {group} on {stream} that are idle for {min_idle}, for {consumer}?", yes=yes)
-            done = _claim_idle(of, consumer, idle_ms)
+            about = {"stream": escape(stream), "group": escape(group), "consumer": escape(consumer)}
+            idle = None if min_idle is None else str(min_idle)
+            with recorded(client, "group claim", **about, id=named(ids) or None, min_idle=idle) as action:
+                done = (
+                    _claim_ids(client, of, consumer, ids, idle_ms, dry_run=False)
+                    if ids
+                    else _claim_idle(of, consumer, idle_ms)
+                )
+                action.result = f"{pluralize(len(done.claimed), 'entry', 'entries')} claimed"
     if handler_of(stream, group):
         print_message(
             "the workers of this handler claim idle entries by themselves; "

@@ -8,6 +8,7 @@ import typer
 
 from millstream.admin.delayed_streams import DelayedStream, delayed_of, find_delayed_streams
 from millstream.cli.options import DryRun, Json, JsonLines, OnlyCount, Url, Yes, command_group
+from millstream.cli.recorded_action import named, recorded
 from millstream.cli.terminal import confirm, print_json, print_line, print_message, print_table, truncate_on_screen
 from millstream.delivery.delayed_messages import DelayedMessage, DelayedMessages
 from millstream.errors import MillstreamError
@@ -86,8 +87,7 @@ def cancel(
     if not dry_run:
         confirm(f"Cancel {pluralize(len(ids), 'delayed message')} of {escape(stream)} for good?", yes=yes)
     with Client(url) as client:
-        messages = DelayedMessages(client)
-        cancelled = messages.count_waiting(stream, ids) if dry_run else messages.cancel(stream, ids)
+        cancelled = DelayedMessages(client).count_waiting(stream, ids) if dry_run else _cancel(client, stream, ids)
     if as_json:
         print_json({"stream": stream, "asked": len(ids), "cancelled": cancelled, "dry_run": dry_run})
     else:
@@ -97,6 +97,15 @@ def cancel(
             f"{len(ids) - cancelled:,} of {len(ids):,} {'would not be' if dry_run else 'were not'} cancelled: "
             "they were added to the stream or cancelled before"
         )
+
+
+def _cancel(client: Client, stream: str, ids: Sequence[str]) -> int:
+    with recorded(client, "delayed cancel", stream=escape(stream), id=named(ids)) as action:
+        cancelled = DelayedMessages(client).cancel(stream, ids)
+        action.result = f"{cancelled:,} of {len(ids):,} cancelled"
+        if len(ids) == 1:
+            action.result = "cancelled" if cancelled else "was moved or cancelled before"
+    return cancelled
 
 
 def _row(one: DelayedMessage, now_ms: int) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from millstream.cli.options import (
     Yes,
     command_group,
 )
+from millstream.cli.recorded_action import named, on_stream, recorded
 from millstream.cli.terminal import (
     confirm,
     print_details,
@@ -155,7 +156,7 @@ def _purge(queue: DeadLetterQueue, refs: Sequence[DeadLetterRef]) -> tuple[int, 
 
 
 def _on_selected(
-    act: Callable[[DeadLetterQueue, Sequence[DeadLetterRef]], tuple[int, int]], *, question: str, done: str
+    act: Callable[[DeadLetterQueue, Sequence[DeadLetterRef]], tuple[int, int]], *, verb: str, question: str, done: str
 ) -> Callable[..., None]:
     """A command that selects letters, asks `question` and applies `act`, which counts successes and failures."""
 
@@ -181,7 +182,10 @@ def _on_selected(
                 _check_name(client, next(iter(names_in(selection or [])), None), stream)
             if refs and not dry_run:
                 confirm(question.format(pluralize(len(refs), "dead letter")), yes=yes)
-                number, failed = act(queue, refs)
+                about = {"stream": on_stream(stream), "reason": reason, "key": key, "since": since}
+                with recorded(client, verb, **_about(refs, wanted), **about) as action:
+                    number, failed = act(queue, refs)
+                    action.result = f"{number:,} of {len(refs):,} {done}"
         _summary(done, number, refs, dry_run=dry_run, as_json=as_json)
         if failed:
             raise typer.Exit(1)
@@ -190,9 +194,15 @@ def _on_selected(
     return command
 
 
-dlq.command("redrive")(_on_selected(_redrive, question="Redrive {}?", done="redriven"))
+dlq.command("redrive")(_on_selected(_redrive, verb="dlq redrive", question="Redrive {}?", done="redriven"))
 dlq.command("edit")(edit_letter)
-dlq.command("purge")(_on_selected(_purge, question="Delete {} for good?", done="purged"))
+dlq.command("purge")(_on_selected(_purge, verb="dlq purge", question="Delete {} for good?", done="purged"))
+
+
+def _about(refs: Sequence[DeadLetterRef], wanted: DeadLetterFilter) -> dict[str, str | None]:
+    """The letters of an action: their handlers, the ids if the user has named them, and how many there are."""
+    handlers = named(sorted({one.keys.label for one in refs}))
+    return {"handler": handlers, "id": named(wanted.ids) or None, "letters": f"{len(refs):,}"}
 
 
 # --- Selection ---

@@ -1,16 +1,17 @@
 """`millstream dlq edit`: redrives a dead letter with other fields."""
 
-import getpass
 import os
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 
-from millstream.admin.letter_edits import compare, edit
+from millstream.admin.letter_edits import LetterEdit, compare, edit
 from millstream.cli.dlq_selection import Stream, letter_filter
 from millstream.cli.options import DryRun, Json, Url, Yes, parse_fields
+from millstream.cli.recorded_action import recorded, user_name
 from millstream.cli.terminal import confirm, print_json, print_line, print_message
-from millstream.delivery.dead_letter_queue import DeadLetterQueue
+from millstream.delivery.dead_letter_queue import DeadLetterQueue, DeadLetterRef, Redriven
 from millstream.errors import ConfigError, MillstreamError
 from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
@@ -63,7 +64,7 @@ def edit_letter(
         new_id, problem = None, ""
         if not dry_run:
             confirm(f"Redrive dead letter {ref.letter_id} of {ref.keys.label}: {changes.describe()}?", yes=yes)
-            _, new_id, problem = queue.redrive_edited(ref, pairs, by=by or _user())
+            _, new_id, problem = _redrive(client, ref, pairs, changes, by)
     if as_json:
         names = {kind: [escape(one) for one in getattr(changes, kind)] for kind in ("changed", "added", "removed")}
         head: dict[str, Any] = {"letter_id": ref.letter_id, "handler": ref.keys.label, "stream": ref.stream}
@@ -77,8 +78,11 @@ def edit_letter(
         raise typer.Exit(1)
 
 
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a container may have no user of this number
-        return f"user {os.getuid()}"
+def _redrive(
+    client: Client, ref: DeadLetterRef, pairs: Sequence[bytes], changes: LetterEdit, by: str | None
+) -> Redriven:
+    about = {"handler": ref.keys.label, "stream": escape(ref.stream), "id": ref.letter_id}
+    with recorded(client, "dlq edit", **about, fields=changes.describe(), editor=by) as action:
+        outcome = DeadLetterQueue(client).redrive_edited(ref, pairs, by=by or user_name())
+        action.result = f"redriven as {outcome.new_id}" if outcome.new_id else f"not redriven: {outcome.problem}"
+    return outcome

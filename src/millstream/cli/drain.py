@@ -7,6 +7,7 @@ import typer
 
 from millstream.admin.worker_drains import find_worker, request_drain
 from millstream.cli.options import DryRun, Json, Url, Yes
+from millstream.cli.recorded_action import recorded
 from millstream.cli.terminal import confirm, print_json, print_line
 from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
@@ -33,7 +34,9 @@ def drain(
                 f"Drain {worker} of {found.app}? Its process ends, and a new start of millstream worker replaces it.",
                 yes=yes,
             )
-            found = request_drain(client, found)
+            with recorded(client, "drain", app=found.app, worker=found.name) as action:
+                found = request_drain(client, found)
+                action.result = "requested"
     if as_json:
         print_json(
             {

@@ -8,6 +8,7 @@ import typer
 from millstream.admin.forgetting import Forgetting, Remains
 from millstream.admin.handler_names import split_name
 from millstream.cli.options import DryRun, Json, Url, Yes
+from millstream.cli.recorded_action import recorded
 from millstream.cli.terminal import confirm, print_json, print_message, print_table
 from millstream.errors import MillstreamError
 from millstream.redis_client import DEFAULT_URL
@@ -39,7 +40,9 @@ def forget(
                 print_message("its dead letters stay; --dead-letters removes them as well")
         if not dry_run:
             confirm(f"Remove this for good? {name} would begin anew.", yes=yes)
-            forgetting.remove()
+            with recorded(client, "forget", **{"app" if handler is None else "handler": name}) as action:
+                forgetting.remove()
+                action.result = _result(found, dead_letters=dead_letters)
     if as_json:
         print_json({"dry_run": dry_run, "removed": [_row(one, dead_letters=dead_letters) for one in found]})
     elif not dry_run:
@@ -49,6 +52,13 @@ def forget(
 def _kept(found: Sequence[Remains]) -> str:
     kept = sum(one.dead_letters for one in found)
     return f" but {pluralize(kept, 'dead letter')}; --dead-letters removes them" if kept else ""
+
+
+def _result(found: Sequence[Remains], *, dead_letters: bool) -> str:
+    keys = pluralize(sum(one.keys for one in found), "key")
+    groups = pluralize(sum(one.groups for one in found), "group")
+    letters = pluralize(sum(one.dead_letters for one in found), "dead letter")
+    return f"{keys}, {groups} and {letters} removed" if dead_letters else f"{keys} and {groups} removed"
 
 
 def _row(one: Remains, *, dead_letters: bool) -> dict[str, Any]:

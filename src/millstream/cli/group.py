@@ -13,6 +13,7 @@ from millstream.cli.claim import claim, print_deleted
 from millstream.cli.group_names import GroupName, Stream, find_group
 from millstream.cli.options import DryRun, Json, JsonLines, Url, Yes, command_group, duration
 from millstream.cli.pending import pending
+from millstream.cli.recorded_action import named, recorded
 from millstream.cli.terminal import confirm, print_json, print_line, print_message, print_table
 from millstream.errors import ConfigError, GroupMissing, MillstreamError
 from millstream.groups import END, ConsumerInfo, Group, GroupInfo, groups_of
@@ -124,8 +125,12 @@ def create(
 ) -> None:
     """Create a group."""
     _refuse_handlers(stream, group, _NOT_CREATED)
+    at = _group_id(after)
     with Client(url) as client:
-        created = Group(client, stream, group).create(_group_id(after), mkstream=mkstream)
+        of = Group(client, stream, group)
+        with recorded(client, "group create", stream=escape(stream), group=escape(group), after=after) as action:
+            created = of.create(at, mkstream=mkstream)
+            action.result = "created" if created else "existed already: not changed"
     if as_json:
         print_json({"stream": stream, "group": group, "created": created})
     else:
@@ -152,7 +157,10 @@ def set_id(
         now = planned.before
         if not dry_run:
             confirm(f"Move group {group} of {stream} from {now} to {planned.to}: {planned.describe()}?", yes=yes)
-            now = move(client, planned)
+            about = {"stream": escape(stream), "group": escape(group), "before": planned.before, "after": planned.to}
+            with recorded(client, "group set-id", **about) as action:
+                now = move(client, planned)
+                action.result = f"moved from {planned.before} to {now}: {planned.describe()}"
     if as_json:
         figures = {name: getattr(planned, name) for name in ("to", "direction", "entries", "exact", "pending")}
         print_json(
@@ -186,10 +194,12 @@ def delete(
                 f"{keys.label} will continue after its committed id: "
                 "its next worker or pipeline creates the group again"
             )
-        entries = pluralize(found.pending, "pending entry", "pending entries")
+        entries, deleted = pluralize(found.pending, "pending entry", "pending entries"), False
         if not dry_run:
             confirm(f"Delete group {group} of {stream}, which has {entries}?", yes=yes)
-        deleted = not dry_run and Group(client, stream, group).destroy()
+            with recorded(client, "group delete", stream=escape(stream), group=escape(group)) as action:
+                deleted = Group(client, stream, group).destroy()
+                action.result = f"deleted, with {entries}" if deleted else "was deleted before"
     if as_json:
         figures = {"pending": found.pending, "deleted": deleted, "dry_run": dry_run}
         print_json({"stream": stream, "group": group, **figures})
@@ -224,8 +234,12 @@ def delete_consumer(
         moved, gone = 0, list[str]()
         if not dry_run:
             confirm(f"Delete consumer {consumer} of group {group}, which has {entries}?", yes=yes)
-            done = of.delete_consumer(consumer, transfer_to=transfer_to)
-            moved, gone = done.reassigned, [one.decode() for one in done.gone]
+            about = {"stream": escape(stream), "group": escape(group), "consumer": escape(consumer)}
+            transfer = None if transfer_to is None else escape(transfer_to)
+            with recorded(client, "group delete-consumer", **about, transfer_to=transfer) as action:
+                done = of.delete_consumer(consumer, transfer_to=transfer_to)
+                moved, gone = done.reassigned, [one.decode() for one in done.gone]
+                action.result = f"deleted, {moved:,} of {entries} moved" if transfer_to else "deleted"
     if as_json:
         figures = {"pending": pending, "moved": moved, "gone": gone, "dry_run": dry_run}
         print_json({"stream": stream, "group": group, "consumer": consumer, "transfer_to": transfer_to, **figures})
@@ -254,7 +268,10 @@ def clean(
         number = sum(map(len, found.values()))
         if number and not dry_run:
             confirm(f"Delete {pluralize(number, 'consumer')} of {stream}?", yes=yes)
-            found = {name: Group(client, stream, name).delete_idle_consumers(idle.ms) for name in names}
+            about = {"stream": escape(stream), "group": named(names), "idle": str(idle)}
+            with recorded(client, "group clean", **about) as action:
+                found = {name: Group(client, stream, name).delete_idle_consumers(idle.ms) for name in names}
+                action.result = f"{pluralize(sum(map(len, found.values())), 'consumer')} deleted"
     if as_json:
         print_json({"stream": stream, "consumers": found, "dry_run": dry_run})
         return

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
 import typer
@@ -24,6 +24,7 @@ from millstream.admin.key_queues import skip as skip_first
 from millstream.admin.key_queues import unpark as unpark_queue
 from millstream.cli.handler_names import KEY_HELP, HandlerName, HandlerNames, Key, OnStream
 from millstream.cli.options import DryRun, Json, JsonLines, OnlyCount, Url, Yes, command_group
+from millstream.cli.recorded_action import on_stream, recorded
 from millstream.cli.terminal import (
     confirm,
     print_details,
@@ -58,6 +59,38 @@ Reason = Annotated[str, typer.Option(help="The reason, shown to operators.")]
 
 key = command_group("List the keys that wait, and why; park, unpark and skip.")
 
+
+@dataclass(frozen=True, kw_only=True)
+class _Verb:
+    """What a command does to a key.
+
+    * `name`: its name; `done`: what a key is that it has changed
+    * `hint`: why it has changed none; `refusal`: the same as the result of its action
+    """
+
+    name: str
+    done: str
+    hint: str
+    refusal: str
+
+    def result(self, changed: Mapping[str, object], streams: int) -> str:
+        """The result of its action on so many streams, of which it has changed some."""
+        if not changed:
+            return self.refusal
+        if streams > 1:
+            return f"{self.done} on {len(changed):,} of {streams:,} streams"
+        (found,) = changed.values()
+        return f"{self.done}: message {found}" if isinstance(found, str) else self.done
+
+
+_PARK = _Verb(name="park", done="parked", hint="it is parked already", refusal="was parked already")
+_UNPARK = _Verb(name="unpark", done="unparked", hint="it is not parked", refusal="was not parked")
+_SKIP = _Verb(
+    name="skip",
+    done="skipped",
+    hint="none of its messages is queued",
+    refusal="not skipped: none of its messages was queued",
+)
 _NEARLY_FULL = 0.8
 _WHY_CHARS, _ERROR_CHARS = 200, 120
 
@@ -269,7 +302,7 @@ def park(
             )
         return is_parked
 
-    _act(handler, key, stream, url, "parked", park_and_list, as_json=as_json)
+    _act(handler, key, stream, url, _PARK, park_and_list, reason=reason, as_json=as_json)
 
 
 @key.command()
@@ -291,7 +324,7 @@ def unpark(
     elif dry_run:
         raise ConfigError("--dry-run belongs to --all: millstream key show prints what is known of one key")
     else:
-        _act(handler, key, stream, url, "unparked", unpark_queue, as_json=as_json)
+        _act(handler, key, stream, url, _UNPARK, unpark_queue, as_json=as_json)
 
 
 def _unpark_all(handler: str, stream: str | None, url: str, *, dry_run: bool, yes: bool, as_json: bool) -> None:
@@ -300,11 +333,20 @@ def _unpark_all(handler: str, stream: str | None, url: str, *, dry_run: bool, ye
         parked = [(keys, name) for keys, names in places.items() for name in names]
         if parked and not dry_run:
             confirm(f"Unpark {pluralize(len(parked), 'key')} of {handler}?", yes=yes)
-        done = parked if dry_run else [one for one in parked if unpark_queue(client, *one)]
+        done = parked if dry_run or not parked else _unpark_each(client, handler, stream, parked)
     if as_json:
         print_json({"handler": handler, "unparked": len(done), "dry_run": dry_run})
     else:
         print_line(f"{pluralize(len(done), 'key')} of {handler} {'would be ' if dry_run else ''}unparked")
+
+
+def _unpark_each(
+    client: Client, handler: str, stream: str | None, parked: Sequence[tuple[HandlerKeys, bytes]]
+) -> Sequence[tuple[HandlerKeys, bytes]]:
+    with recorded(client, "key unpark", handler=handler, stream=on_stream(stream), keys=f"{len(parked):,}") as action:
+        done = [one for one in parked if unpark_queue(client, *one)]
+        action.result = f"{len(done):,} of {len(parked):,} unparked"
+    return done
 
 
 @key.command()
@@ -327,7 +369,7 @@ def skip(
             return skip_first(client, keys, queue, error=reason)
         return next((one.first_id or None for one in read_queues(client, keys, [queue])), None)
 
-    _act(handler, key, stream, url, "skipped", skip_or_show, dry_run=dry_run, as_json=as_json)
+    _act(handler, key, stream, url, _SKIP, skip_or_show, reason=reason, dry_run=dry_run, as_json=as_json)
 
 
 def _act(
@@ -335,29 +377,39 @@ def _act(
     key: str,
     stream: str | None,
     url: str,
-    done: str,
-    action: Callable[[Client, HandlerKeys, bytes], object],
+    verb: _Verb,
+    act: Callable[[Client, HandlerKeys, bytes], object],
     *,
+    reason: str | None = None,
     dry_run: bool = False,
     as_json: bool,
 ) -> None:
-    """Apply `action` to the queue of `key` on each of the handler's streams; report those that it changed."""
-    queue = queue_of_key(unescape(key), b"")
+    """Apply `act` to the queue of `key` on each of the handler's streams; report those that it changed."""
+    data = unescape(key)
     with Client(url) as client:
-        results = {keys.stream: action(client, keys, queue) for keys in find_handler(client, handler, stream)}
-    changed = {name: result for name, result in results.items() if result}
+        places = find_handler(client, handler, stream)
+
+        def apply() -> dict[str, object]:
+            results = {keys.stream: act(client, keys, queue_of_key(data, b"")) for keys in places}
+            return {name: result for name, result in results.items() if result}
+
+        if dry_run:
+            changed = apply()
+        else:
+            only = places[0].stream if len(places) == 1 else None
+            about = {"handler": handler, "stream": on_stream(only), "key": escape(data), "reason": reason}
+            with recorded(client, f"key {verb.name}", **about) as action:
+                changed = apply()
+                action.result = verb.result(changed, len(places))
     if as_json:
         streams = {name: json_value(result) for name, result in changed.items()}
-        print_json({"handler": handler, "key": key, done: streams, "dry_run": dry_run})
+        print_json({"handler": handler, "key": key, verb.done: streams, "dry_run": dry_run})
     else:
-        how = f"would be {done}" if dry_run else f"is {done}"
+        how = f"would be {verb.done}" if dry_run else f"is {verb.done}"
         for name, result in changed.items():
             message = f"message {result} of " if isinstance(result, str) else ""
-            print_line(f"{message}{escape(unescape(key))} on {escape(name)} {how}")
+            print_line(f"{message}{escape(data)} on {escape(name)} {how}")
     if not changed:
         raise MillstreamError(
-            f"the key {key!r} could not be {done}: {_HINTS[done]}; see: millstream key list {handler}"
+            f"the key {key!r} could not be {verb.done}: {verb.hint}; see: millstream key list {handler}"
         )
-
-
-_HINTS = {"parked": "it is parked already", "unparked": "it is not parked", "skipped": "none of its messages is queued"}

@@ -15,6 +15,7 @@ from millstream.admin.service_names import find_service, resolve_service
 from millstream.balancer.protocol import announce_all, end_leases
 from millstream.balancer.service_status import ServiceState, StreamState, fetch_service_state
 from millstream.cli.options import DryRun, Json, JsonLines, Url, Yes, command_group
+from millstream.cli.recorded_action import named, recorded
 from millstream.cli.terminal import confirm, print_json, print_line, print_message, print_table
 from millstream.errors import AccessDenied, ConfigError, GroupMissing, MillstreamError, WrongType
 from millstream.groups import groups_of
@@ -201,8 +202,10 @@ def add(service: Service, names: Announced, info: Info = "null", url: Url = DEFA
                 f"{service!r} is a new service: start its consumers, or a pipeline with announced=... for it. "
                 "If it is a handler whose workers never ran, start them and announce again"
             )
-        ids = announce_all(client, name or service, wanted, about)
-    label = ServiceKeys(name or service).label
+        label = ServiceKeys(name or service).label
+        with recorded(client, "lease add", service=escape(label), stream=named(wanted)) as action:
+            ids = announce_all(client, name or service, wanted, about)
+            action.result = f"{pluralize(len(ids), 'stream')} announced"
     to = label if label == service else f"{label}, the service of {service}"
     for stream, entry_id in zip(wanted, ids, strict=True):
         if as_json:
@@ -260,7 +263,11 @@ def _end(
         if dry_run:
             unknown = set(names) - {one.name for one in fetch_service_state(client, name).streams}
         else:
-            unknown = end_leases(client, name, "done" if how == "removed" else how, names)
+            command = "lease remove" if how == "removed" else "lease release"
+            about = {"service": escape(ServiceKeys(name).label), "stream": named(names)}
+            with recorded(client, command, **about) as action:
+                unknown = end_leases(client, name, "done" if how == "removed" else how, names)
+                action.result = f"{len(names) - len(unknown):,} of {pluralize(len(names), 'stream')} {how}"
     ended = [one for one in names if one not in unknown]
     if as_json:
         print_json({"service": name, how: ended, "unknown": sorted(unknown), "dry_run": dry_run})

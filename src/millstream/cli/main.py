@@ -57,6 +57,7 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = {
         INSPECT,
         "Check Redis, the machine and the data for problems.",
     ),
+    "audit": ("millstream.cli.audit:audit", INSPECT, "List what operators have changed, and who did it."),
     "tail": ("millstream.cli.tail:tail", INSPECT, "Print the entries of streams as they arrive."),
     "dlq": ("millstream.cli.dlq:dlq", REPAIR, "List, show, redrive, edit and purge dead letters."),
     "key": ("millstream.cli.key:key", REPAIR, "List the keys that wait, and why; park, unpark and skip."),

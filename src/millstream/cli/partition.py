@@ -7,6 +7,7 @@ import typer
 
 from millstream.admin.inspection import handler_of
 from millstream.cli.options import DryRun, Json, Url, Yes, command_group
+from millstream.cli.recorded_action import recorded
 from millstream.cli.terminal import confirm, print_json, print_line, print_message, print_table
 from millstream.errors import GroupMissing, MillstreamError
 from millstream.groups import groups_of
@@ -96,7 +97,9 @@ def grow(
         if not dry_run:
             if plan.is_new:
                 confirm(f"Grow {base} to {pluralize(count, 'partition')}? {plan}", yes=yes)
-            after = partitions.grow(count)
+            with recorded(client, "partition grow", base=escape(base), partitions=f"{count:,}") as action:
+                after = partitions.grow(count)
+                action.result = _result(after)
     if as_json:
         print_json(
             {
@@ -116,13 +119,20 @@ def grow(
 def create(base: Base, count: Count, url: Url = DEFAULT_URL, as_json: Json = False) -> None:
     """Create the partitions of a new base; otherwise the first producer or worker creates them."""
     with Client(url) as client:
-        partition_map = Partitions(client, base).create(count)
+        partitions = Partitions(client, base)
+        with recorded(client, "partition create", base=escape(base), partitions=f"{count:,}") as action:
+            partition_map = partitions.create(count)
+            action.result = _result(partition_map)
     if partition_map.count != count:
         print_message(f"the partitions exist already; to grow them: millstream partition grow {escape(base)} {count}")
     if as_json:
         print_json(_as_json(partition_map, None, {}))
     else:
         print_line(f"{base} has {pluralize(partition_map.count, 'partition')}")
+
+
+def _result(partition_map: PartitionMap) -> str:
+    return f"has {pluralize(partition_map.count, 'partition')}, generation {partition_map.generation}"
 
 
 def _existing(client: Client, base: str) -> Partitions:

@@ -7,13 +7,14 @@ import typer
 from millstream.admin.handler_names import find_handler, select_handlers
 from millstream.cli.handler_names import HandlerName, HandlerNames, OnStream
 from millstream.cli.options import DryRun, Json, JsonLines, Url, command_group
+from millstream.cli.recorded_action import on_stream, recorded
 from millstream.cli.terminal import print_json, print_line, print_message, print_table
 from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.rate_override import RateOverride, format_rate, parse_rate, parse_rate_override
 from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import escape
-from millstream.redis_client.formats import format_time
+from millstream.redis_client.formats import format_time, pluralize
 from millstream.redis_client.key_names import HandlerKeys, to_wire
 from millstream.redis_client.pipelining import call_all
 
@@ -71,12 +72,19 @@ def _set(name: str, stream: str | None, url: str, wanted: float | None, *, dry_r
     with Client(url) as client:
         found = find_handler(client, name, stream)
         if not dry_run:
-            store = CommitStore(client, app=found[0].app, handler=found[0].handler)
-            store.set_rate([one.stream for one in found], wanted)
+            about = {
+                "handler": name,
+                "stream": on_stream(stream),
+                "rate": None if wanted is None else format_rate(wanted),
+            }
+            with recorded(client, "rate clear" if wanted is None else "rate set", **about) as action:
+                store = CommitStore(client, app=found[0].app, handler=found[0].handler)
+                store.set_rate([one.stream for one in found], wanted)
+                action.result = f"{'cleared' if wanted is None else 'set'} on {pluralize(len(found), 'stream')}"
     if as_json:
         streams = [one.stream for one in found]
-        about = {"app": found[0].app, "handler": found[0].handler, "streams": streams}
-        print_json({**about, "rate": wanted, "dry_run": dry_run})
+        handler = {"app": found[0].app, "handler": found[0].handler, "streams": streams}
+        print_json({**handler, "rate": wanted, "dry_run": dry_run})
         return
     has = "would have" if dry_run else "has"
     for one in found:

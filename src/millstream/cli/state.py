@@ -20,12 +20,14 @@ from millstream.admin.inspection import (
 from millstream.admin.state_scan import scan_states, state_hashes
 from millstream.cli.handler_names import HandlerName
 from millstream.cli.options import DryRun, Json, JsonLines, Url, Yes, command_group
+from millstream.cli.recorded_action import named, recorded
 from millstream.cli.terminal import confirm, print_json, print_line, print_message, print_table, print_text, truncate
 from millstream.errors import ConfigError, DecodeError, MillstreamError
 from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import escape, json_value, unescape
 from millstream.redis_client.formats import format_size, format_time, pluralize
+from millstream.redis_client.key_names import HandlerKeys
 
 Stream = Annotated[
     str | None,
@@ -143,12 +145,21 @@ def reset(
                 "and may write back the state of a key in its current batch"
             )
             confirm(f"Delete the state of {pluralize(len(wanted), 'key')} of {handler} on {of.stream}?", yes=yes)
-            changed = reset_states(client, of, wanted)
+            changed = _reset(client, of, wanted)
     if as_json:
         print_json({"keys": len(wanted), "reset": changed, "dry_run": dry_run})
     else:
         without = f", {len(wanted) - changed:,} had no state" if changed < len(wanted) else ""
         print_line(f"{pluralize(changed, 'key')} {'would be reset' if dry_run else 'reset'}{without}")
+
+
+def _reset(client: Client, of: HandlerKeys, wanted: Sequence[bytes]) -> int:
+    with recorded(client, "state reset", handler=of.label, stream=escape(of.stream), key=named(wanted)) as action:
+        changed = reset_states(client, of, wanted)
+        action.result = f"{changed:,} of {len(wanted):,} reset"
+        if len(wanted) == 1:
+            action.result = "reset" if changed else "had no state"
+    return changed
 
 
 def _print_states(shown: Sequence[tuple[bytes, bytes]], expiries: Sequence[int | None]) -> None:

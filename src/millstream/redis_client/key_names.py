@@ -189,7 +189,7 @@ def worker_drain_key(app: str, worker: str) -> str:
 
 
 def audit_key() -> str:
-    """Stream, capped: what operators have changed through the console."""
+    """Stream, capped: what operators have changed through the console and by commands."""
     return f"{PREFIX}:console:audit"
 
 

@@ -147,7 +147,7 @@ def redis(page: PageRequest) -> Response:
 
 
 def audit(page: PageRequest) -> Response:
-    """The actions of operators through the console, the newest first."""
+    """The actions of operators through the console and by commands, the newest first."""
     before = page.query.get("before")
     found = AuditLog(page.client).read(count=_PAGE, before=str(EntryId.parse(before)) if before else "+")
     return page.render(
@@ -156,7 +156,7 @@ def audit(page: PageRequest) -> Response:
             (
                 one,
                 [(name, page.display.text(value, name)) for name, value in one.about.items()],
-                page.display.text(one.result),
+                page.display.text(one.outcome),
             )
             for one in found
         ],
