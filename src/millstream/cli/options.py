@@ -3,13 +3,16 @@
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal
+from inspect import Parameter, Signature, signature
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 from typer.main import get_command
 
 from millstream.admin.time_inputs import Duration
 from millstream.errors import ConfigError
+
+T = TypeVar("T")
 
 MARKUP: Literal["rich"] | None = "rich" if sys.stdout.isatty() else None
 """Markup of help texts: rich only in a terminal."""
@@ -19,15 +22,24 @@ def duration(name: str, help_text: str, *, least: str = "0s") -> Any:
     """An option that takes a Duration of `least` or longer."""
 
     def parse(text: str | float) -> Duration:
-        try:
-            found = Duration(text)
-        except ConfigError as error:
-            raise typer.BadParameter(str(error)) from error
+        found = Duration(text)
         if found < Duration(least):
-            raise typer.BadParameter(f"{text!r} is less than {least}")
+            raise ConfigError(f"{text!r} is less than {least}")
         return found
 
-    return typer.Option(name, help=help_text, parser=parse, metavar="DURATION")
+    return typer.Option(name, help=help_text, parser=parser_of(parse), metavar="DURATION")
+
+
+def parser_of(parse: Callable[[Any], T]) -> Callable[[Any], T]:
+    """The parser of an option: the ConfigError of `parse` becomes a usage error that names the option."""
+
+    def parser(value: Any) -> T:
+        try:
+            return parse(value)
+        except ConfigError as error:
+            raise typer.BadParameter(str(error)) from error
+
+    return parser
 
 
 Url = Annotated[str, typer.Option("--url", envvar="MILLSTREAM_URL", help="URL of Redis.")]
@@ -56,6 +68,14 @@ def parameters_of(function: Callable[..., None]) -> list[Any]:
     carrier = typer.Typer(add_completion=False)
     carrier.command()(function)
     return list(get_command(carrier).params)
+
+
+def with_options_of(command: Callable[..., None], function: Callable[..., object]) -> Callable[..., None]:
+    """`command`, whose `**options` are the keyword-only parameters of `function`, as typer sees it."""
+    own = [one for one in signature(command).parameters.values() if one.kind is not Parameter.VAR_KEYWORD]
+    added = [one for one in signature(function).parameters.values() if one.kind is Parameter.KEYWORD_ONLY]
+    vars(command)["__signature__"] = Signature([*own, *added])
+    return command
 
 
 def parse_fields(words: Sequence[str]) -> dict[bytes, bytes]:

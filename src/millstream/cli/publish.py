@@ -8,12 +8,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from functools import partial
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import typer
 
 from millstream.admin.time_inputs import Duration
 from millstream.cli.options import Json, Url, duration, parse_fields
+from millstream.cli.progress import shown_progress
 from millstream.cli.records import Input, read_csv, read_jsonl
 from millstream.cli.terminal import print_json, print_line, print_message
 from millstream.errors import ConfigError, DecodeError, MillstreamError
@@ -110,8 +111,12 @@ def _publish_file(
 ) -> tuple[Publisher, int]:
     """Publish each record of a file; return the publisher, and the bytes read."""
     chosen = format_ or _format_of(file)
-    with _opened(file) as descriptor, opened() as publisher, _progress(publisher, descriptor) as bar:
-        source = Input(descriptor, on_wait=publisher.flush, on_read=bar.read)
+    with (
+        _opened(file) as descriptor,
+        opened() as publisher,
+        shown_progress(_size_of(descriptor), _figures(publisher)) as show,
+    ):
+        source = Input(descriptor, on_wait=publisher.flush, on_read=show)
         try:
             for names, values in _READERS[chosen](source, nulls):
                 publisher.add(names, values)
@@ -158,25 +163,18 @@ def _report_failure(error: MillstreamError, publisher: Publisher, file: str) -> 
     print_message(f"{pluralize(publisher.entries, 'entry is', 'entries are')} published")
 
 
-class _Bar(Protocol):
-    def read(self, count: int) -> None:
-        """Show that `count` bytes of the file have been read."""
-
-
-class _NoBar:
-    def read(self, count: int) -> None:
-        """Do nothing: stderr is not a terminal."""
-
-
-@contextmanager
-def _progress(publisher: Publisher, descriptor: int) -> Iterator[_Bar]:
-    """A progress bar if stderr is a terminal, with the time left if the size of the input is known."""
-    if not sys.stderr.isatty():
-        yield _NoBar()
-        return
-    from millstream.cli.publish_bar import PublishBar
-
+def _size_of(descriptor: int) -> int | None:
+    """The size of a file; None if it is a pipe, whose size nothing knows."""
     status = os.fstat(descriptor)
-    total = status.st_size if stat.S_ISREG(status.st_mode) else None
-    with PublishBar(publisher, total) as bar:
-        yield bar
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+
+def _figures(publisher: Publisher) -> Callable[[], str]:
+    """A function that returns published entries, and entries per second from now on."""
+    began = time.monotonic()
+
+    def text() -> str:
+        rate = publisher.entries / max(time.monotonic() - began, 0.001)
+        return f"{publisher.entries:,} entries  {rate:,.0f} entries/s"
+
+    return text
