@@ -257,7 +257,7 @@ def test_the_handlers_of_a_run_on_spark_are_shown_as_alive(client: Client, monke
     run = threading.Thread(
         target=keep_announced,
         args=(client.url, "airline", lambda: ["departure"], over),
-        kwargs={"epoch": epoch, "on_replaced": replaced.append},
+        kwargs={"epoch": epoch, "progress": dict, "running": {}, "on_replaced": replaced.append},
     )
     run.start()
     key = worker_name_key("airline", "spark:departure")
