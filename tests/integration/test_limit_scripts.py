@@ -3,6 +3,8 @@
 A message takes seconds or more of the rate here, so no delay of a test changes what is due.
 """
 
+import itertools
+import re
 from collections.abc import Iterable
 
 import pytest
@@ -19,6 +21,7 @@ pytestmark = [pytest.mark.worker, pytest.mark.keys]
 KEYS = HandlerKeys("app", "handle", "in")
 TAKES_MS = 10_000.0
 RATE = Limit(per="tenant", rate="6/m")
+ONE, THOUSAND = (Limit(per="tenant", at_once=most) for most in (1, 1_000))
 
 
 class Tenant:
@@ -28,10 +31,27 @@ class Tenant:
         self.client = client
         self._store = CommitStore(client, app="app", handler="handle", token=1)
 
-    def take(self, queue: str, limit: Limit = RATE, takes_ms: float | None = TAKES_MS) -> float:
+    def take(
+        self, queue: str, limit: Limit = RATE, takes_ms: float | None = TAKES_MS, *, hold_ms: float = 60_000
+    ) -> float:
         """Ask for a key queue; return 0 or how long it waits."""
-        permits = Permits(limit, 60_000)
+        permits = Permits(limit, hold_ms)
         return permits.take(self._store, "in", queue.encode(), Share(b"a", takes_ms), b"1 w %s" % queue.encode())
+
+    def give_back(self, queue: str, limit: Limit) -> None:
+        """Return the permit of a key queue."""
+        Permits(limit, 60_000).give_back(self._store, "in", Share(b"a", None), b"1 w %s" % queue.encode())
+
+    def hold(self, count: int) -> None:
+        """Let so many other messages run."""
+        ends = f"t{self.now_ms() + 3_600_000:.0f}"
+        items = [part for n in range(count) for part in (f"2 w {n}-0", ends)]
+        self.client.execute("HSET", KEYS.permits(b"a"), *items)
+
+    def back_off(self, queue: str, due_ms: float) -> None:
+        """Let a key queue with a message back off."""
+        self.client.execute("RPUSH", KEYS.queue(queue.encode()), "1-0")
+        self.client.execute("ZADD", KEYS.backoff, int(due_ms), queue)
 
     def now_ms(self) -> float:
         seconds, micros = self.client.execute("TIME")
@@ -107,3 +127,88 @@ def test_the_first_key_that_waits_waits_for_none_that_have_waited_before_it(tena
     tenant.client.execute("DEL", KEYS.limited(b"a"))
     assert tenant.take("kC") > 0
     assert tenant.due(["kC"])[0] - tenant.free_at < 1
+
+
+def test_behind_more_than_a_minute_of_keys_each_asks_by_itself(tenant: Tenant) -> None:
+    tenant.hold(1)
+    now = tenant.now_ms()
+    tenant.wait(**{f"k{n}": now + 1_000 + 10 * n for n in range(12_000)})
+    last = tenant.due(["k11999"])[0]
+    names = [f"kLate{n}" for n in range(5)]
+    for name in names:
+        assert tenant.take(name, ONE, None) > 0
+    assert [due - last for due in tenant.due(names)] == [10, 20, 30, 40, 50]
+
+
+def test_keys_that_a_slow_rate_lets_wait_for_more_than_a_minute_do_not_all_ask_after_it(tenant: Tenant) -> None:
+    tenant.ready_at(tenant.now_ms() + TAKES_MS)
+    names = [f"k{n}" for n in range(40)]
+    for name in names * 2:
+        assert tenant.take(name) > 0
+    dues = sorted(tenant.due(names))
+    assert min(later - earlier for earlier, later in itertools.pairwise(dues)) >= 10
+
+
+def test_a_set_of_keys_that_wait_lasts_until_the_last_of_them_has_asked(tenant: Tenant) -> None:
+    tenant.hold(1)
+    now = tenant.now_ms()
+    tenant.wait(**{f"k{n}": now + 1_000 + 100 * n for n in range(9_000)})
+    tenant.client.execute("PEXPIRE", KEYS.limited(b"a"), 60_000)
+    assert tenant.take("kLate", ONE, None) > 0
+    assert tenant.take("k0", ONE, None) > 0
+    lasts_until = tenant.now_ms() + tenant.client.execute("PTTL", KEYS.limited(b"a"))
+    assert lasts_until > max(tenant.due(["kLate", "k0"]))
+
+
+def test_a_returned_permit_wakes_no_key_that_does_not_wait_for_it_any_more(tenant: Tenant) -> None:
+    client, now = tenant.client, tenant.now_ms()
+    assert tenant.take("kRuns", ONE, None) == 0
+    client.execute("HSET", KEYS.meta, "owner", "keyed")
+    tenant.wait(kEmpty=now + 10_000, kParked=now + 20_000, kFailed=now + 30_000, kA=now + 40_000, kB=now + 50_000)
+    client.execute("HSET", KEYS.parked, "kParked", f"{now:.0f} audit")
+    client.execute("RPUSH", KEYS.queue(b"kParked"), "1-0")
+    tenant.back_off("kFailed", now + 3_600_000)
+    tenant.back_off("kA", now + 40_000)
+    tenant.back_off("kB", now + 50_000)
+    tenant.give_back("kRuns", ONE)
+    assert client.execute("LRANGE", KEYS.ready, 0, -1) == [b"kA"]
+    assert client.execute("ZRANGE", KEYS.backoff, 0, -1) == [b"kB", b"kFailed"]
+    assert client.execute("ZRANGE", KEYS.limited(b"a"), 0, -1) == [b"kA", b"kB"]
+
+
+def test_a_returned_permit_wakes_a_key_whose_refusal_is_under_way(tenant: Tenant) -> None:
+    client, now = tenant.client, tenant.now_ms()
+    assert tenant.take("kRuns", ONE, None) == 0
+    client.execute("HSET", KEYS.meta, "owner", "keyed")
+    client.execute("HSET", KEYS.owners, "kA", "1 w x")
+    tenant.wait(kA=now + 3_600_000, kB=now + 3_600_001)
+    tenant.give_back("kRuns", ONE)
+    assert tenant.due(["kA"])[0] < now + 3_600_000
+    assert tenant.due(["kB"])[0] >= now + 3_600_000
+
+
+def test_a_permit_of_a_shorter_run_does_not_end_that_of_a_longer_one(tenant: Tenant) -> None:
+    assert tenant.take("kLong", THOUSAND, None, hold_ms=7_200_000) == 0
+    assert tenant.take("kShort", THOUSAND, None, hold_ms=60_000) == 0
+    assert tenant.client.execute("PTTL", KEYS.permits(b"a")) > 3_600_000
+
+
+def calls(client: Client, command: str) -> int:
+    """How often the server has executed a command, those of scripts included."""
+    text = client.execute("INFO", "commandstats").decode()
+    return next((int(one) for one in re.findall(rf"cmdstat_{command}:calls=(\d+)", text)), 0)
+
+
+def test_a_thousand_permits_are_not_read_again_at_each_refusal(client: Client, tenant: Tenant) -> None:
+    checked = KEYS.permits_checked(b"a")
+    tenant.hold(1_000)
+    assert tenant.take("k0", THOUSAND, None) > 0
+    assert 0 < client.execute("PTTL", checked) <= 1_000
+    client.execute("SET", checked, 1, "PX", 3_600_000)
+    before = calls(client, "hgetall")
+    for n in range(50):
+        assert tenant.take(f"k{n}", THOUSAND, None) > 0
+    assert calls(client, "hgetall") == before
+    client.execute("HSET", KEYS.permits(b"a"), "2 w 7-0", "t1")
+    client.execute("DEL", checked)
+    assert tenant.take("k0", THOUSAND, None) == 0

@@ -153,6 +153,7 @@ def row(good: int, dead: int = 0, *, stopped: bool = False, cause: str = "missin
         "retries": 0,
         "refused": 0,
         "deferred": 0,
+        "limited": 0,
         "head_of_line_avoided": 0,
     }
     return {"stream": "in", **counters, "causes": causes, "trip": trip if stopped else ""}

@@ -8,6 +8,7 @@ import pytest
 from millstream.admin.delayed_streams import DelayedStream
 from millstream.admin.key_explanation import KeyReport, explain_key
 from millstream.admin.key_queues import KeyQueue
+from millstream.admin.limit_waits import LimitWait
 from millstream.admin.reports import HandlerReport
 from millstream.delivery.last_error import LastError
 from millstream.delivery.long_runs import LongRun
@@ -64,6 +65,7 @@ LETTER = DeadLetter(
 LONG_RUN = LongRun(
     handler="shop.pay", stream="orders", id="7-0", key="ann", worker="w-0", started_ms=10_000, time_limit_ms=300_000
 )
+LIMIT = LimitWait(value=b"acme", fields=(b"tenant",), running=4, waiting=12, rate_wait_ms=2_000)
 TRY_NOW = (
     "millstream key park shop.pay ann && millstream key unpark shop.pay ann  # to try it now, with all its attempts"
 )
@@ -77,6 +79,7 @@ def report(
         "is_only_stream": True,
         "last": LastError(),
         "long_run": None,
+        "limit": None,
         "is_migrating": False,
         "queued": None,
         "delayed": None,
@@ -109,6 +112,11 @@ def report(
             report(BACKING_OFF, last=LastError(error="E: no.", attempts=5)),
             "The last attempt failed with E: no.",
             (TRY_NOW,),
+        ),
+        (
+            report(replace(BACKING_OFF, failed_attempts=0), limit=LIMIT),
+            "for tenant acme: 4 messages of it run, its rate lets the next message begin in 2.0 s, 12 keys wait for it.",
+            (),
         ),
         (report(BACKING_OFF, handler={"consumers": 0}), "No worker and no run of shop.pay is alive.", (START,)),
         (

@@ -40,7 +40,7 @@ KNOWN_VALUES: list[tuple[m.Metric, dict[str, str], str, set[str]]] = [
         for one in (m.READ, m.COMMITTED, m.RETRIED, m.REFUSED)
     ),
     *((one, {}, "handler", {"shop.pay", MASTER.label}) for one in (m.CLAIMED, m.PARKED)),
-    (m.HEAD_OF_LINE_AVOIDED, {}, "handler", {"shop.pay", "run.pay"}),
+    *((one, {}, "handler", {"shop.pay", "run.pay"}) for one in (m.HEAD_OF_LINE_AVOIDED, m.LIMITED)),
     (m.SPARK_ROWS, {}, "query", {"run.pay"}),
     (m.DEAD_LETTERED, {"handler": "run.pay"}, "reason", {""}),
     (m.DEAD_LETTERED, {"handler": "shop.pay"}, "reason", {*get_args(Reason)}),

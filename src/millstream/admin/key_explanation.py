@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from millstream.admin.delayed_streams import DelayedStream
 from millstream.admin.findings import quoted, start_command
 from millstream.admin.key_queues import KeyQueue, explain, is_blocked
+from millstream.admin.limit_waits import LimitWait
 from millstream.admin.reports import HandlerReport
 from millstream.delivery.last_error import LastError
 from millstream.delivery.long_runs import LongRun
@@ -33,6 +34,7 @@ class KeyReport:
     * `is_only_stream`: the handler has run on no other stream
     * `queue`: its key queue; None if no message of it is queued or in progress, and it is not parked
     * `last`: why the last attempt on its first message failed; `long_run`: the run of that message, if it takes long
+    * `limit`: the limit of the handler that its first message waits for; None if it waits for none
     * `is_migrating`: it is parked only until it has left another partition
     * `queued`: messages in all key queues of the handler on the stream, and the most that may be; None if unknown, or
       if that keeps no message of the key
@@ -47,6 +49,7 @@ class KeyReport:
     queue: KeyQueue | None
     last: LastError
     long_run: LongRun | None
+    limit: LimitWait | None
     is_migrating: bool
     queued: tuple[int, int] | None
     delayed: DelayedStream | None
@@ -108,6 +111,8 @@ def _of_queue(report: KeyReport) -> Iterator[str]:
             f"That message has been running for {format_age(max(0, report.now_ms - run.started_ms))}; its time limit "
             f"ends it after {format_age(run.time_limit_ms)}"
         )
+    if report.limit is not None:
+        yield f"It waits for the limit of {handler.label}{report.limit.text}"
     if report.is_migrating:
         yield "It goes on by itself when its messages in the earlier partition are done"
     if last.error:
@@ -163,7 +168,7 @@ def _mend(report: KeyReport) -> Iterator[str]:
         and not report.is_migrating
     ):
         yield f"millstream key skip {of_key}  # or give its first message up"
-    if queue is not None and queue.state == "backing off" and handler.consumers and handler.pause is None:
+    if queue is not None and queue.state == "backing off" and report.limit is None and _runs(handler):
         yield f"millstream key park {of_key} && millstream key unpark {of_key}  # to try it now, with all its attempts"
     if handler.pause is not None:
         yield f"millstream resume {handler.label}{'  # once the cause is mended' if handler.pause.by == 'breaker' else ''}"
@@ -178,6 +183,10 @@ def _mend(report: KeyReport) -> Iterator[str]:
     if report.dead_letters:
         yield f"millstream dlq list {handler.label} --key {quoted(report.key)}{on_stream}"
         yield f"millstream dlq redrive {handler.label} --key {quoted(report.key)}{on_stream}"
+
+
+def _runs(handler: HandlerReport) -> bool:
+    return handler.consumers > 0 and handler.pause is None
 
 
 def _reads_at_rate(report: KeyReport) -> bool:

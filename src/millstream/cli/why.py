@@ -59,6 +59,7 @@ def _as_json(report: KeyReport) -> dict[str, Any]:
         "attempt": report.attempt,
         "attempts": report.last.attempts or None,
         "error": report.last.error or None,
+        "limit": None if report.limit is None else json_value(report.limit.value),
         "parked": None if queue is None else queue.parked_reason,
         "paused": handler.paused,
         "alive": handler.consumers,

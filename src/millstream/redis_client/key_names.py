@@ -319,6 +319,10 @@ class HandlerKeys:
         """Hash: holder of a permit of a value of the limit's field -> its key queue, or until when the permit lasts."""
         return f"{self.base}:permits:".encode() + value
 
+    def permits_checked(self, value: bytes) -> bytes:
+        """String: there for a while after all permits of a value were checked for those that have ended."""
+        return f"{self.base}:permits-checked:".encode() + value
+
     def limited(self, value: bytes) -> bytes:
         """Sorted set: key queue that waits for a permit of a value -> when it may ask again, in Unix milliseconds."""
         return f"{self.base}:limited:".encode() + value

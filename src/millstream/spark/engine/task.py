@@ -166,6 +166,8 @@ class PartitionTask:
             failed = not is_limited(outcome)
             if failed:
                 self._on_failed(run, message, outcome)
+            else:
+                self._metrics[run.stream].limited += 1
             if isinstance(outcome, Parked) or self._must_defer(run, outcome):
                 self._defer_later(run, outcome, message.attempt)
                 return False

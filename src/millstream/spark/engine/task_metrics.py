@@ -9,7 +9,7 @@ import pyarrow as pa
 from millstream.model import EntryId
 from millstream.observability.failure_log import FailureLog
 
-COUNTERS = ("messages", "committed", "dead", "retries", "refused", "deferred", "head_of_line_avoided")
+COUNTERS = ("messages", "committed", "dead", "retries", "refused", "deferred", "limited", "head_of_line_avoided")
 """The counters of a task on each stream."""
 
 METRICS_SCHEMA = pa.schema(
@@ -36,13 +36,14 @@ class TaskMetrics:
     retries: int = 0
     refused: int = 0
     deferred: int = 0
+    limited: int = 0
     head_of_line_avoided: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
     """Totals over all tasks of a job: entries read, committed, dead, deferred (`deferred`); retries; refused commits;
-    entries committed behind a deferred one of another key (`head_of_line_avoided`).
+    runs that the limit of the handler refused (`limited`); entries committed behind a deferred one of another key (`head_of_line_avoided`).
     """
 
     handler: str
@@ -52,6 +53,7 @@ class Totals:
     retries: int
     refused: int
     deferred: int
+    limited: int
     head_of_line_avoided: int
     seconds: float
 

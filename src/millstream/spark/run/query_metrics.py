@@ -91,7 +91,8 @@ def _lags(progress: StreamingQueryProgress) -> dict[str, int | None]:
 def init_run(metrics: m.Metrics, handlers: Iterable[Handler]) -> None:
     """Create the counters of a run before anything happens."""
     for one in handlers:
-        m.init_series(metrics, m.READ, m.COMMITTED, m.HEAD_OF_LINE_AVOIDED, m.RETRIED, m.REFUSED, handler=one.label)
+        counters = (m.READ, m.COMMITTED, m.HEAD_OF_LINE_AVOIDED, m.RETRIED, m.LIMITED, m.REFUSED)
+        m.init_series(metrics, *counters, handler=one.label)
         m.init_series(metrics, m.DEAD_LETTERED, handler=one.label, reason="")
         m.init_series(metrics, m.SPARK_ROWS, m.SPARK_BATCH_SECONDS, query=one.label)
 
@@ -102,5 +103,6 @@ def report_batch(metrics: m.Metrics, handler: str, batch: Mapping[str, Any]) -> 
     metrics.count(m.COMMITTED, batch["committed"], handler=handler)
     metrics.count(m.HEAD_OF_LINE_AVOIDED, batch["head_of_line_avoided"], handler=handler)
     metrics.count(m.RETRIED, batch["retries"], handler=handler)
+    metrics.count(m.LIMITED, batch["limited"], handler=handler)
     metrics.count(m.REFUSED, batch["refused"], handler=handler)
     metrics.count(m.DEAD_LETTERED, batch["dead"], handler=handler, reason="")

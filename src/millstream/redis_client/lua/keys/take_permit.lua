@@ -38,10 +38,15 @@ if takes_ms then
   if free_at > now + math.min(last_takes_ms, tonumber(ARGV[6])) then free_at = now end
 end
 
+-- Let a key last for so many milliseconds, or longer: another message may need it for longer.
+local function keep(key, ms)
+  local left_ms = redis.call('PTTL', key)
+  if left_ms < ms then redis.call('PEXPIRE', key, string.format('%.0f', ms)) end
+end
+
 local function store_rate(until_ms, ...)
   redis.call('HSET', rate, ...)
-  local keep_ms = math.ceil(until_ms - now) + CATCH_UP_MS
-  if redis.call('PTTL', rate) < keep_ms then redis.call('PEXPIRE', rate, string.format('%.0f', keep_ms)) end
+  keep(rate, math.ceil(until_ms - now) + CATCH_UP_MS)
 end
 
 local at_once_free = free_permits(value, at_once, now)
@@ -53,7 +58,7 @@ redis.call('ZREM', limited, name)
 if free >= 1 then
   if at_once ~= '' then
     redis.call('HSET', permits, holder, ARGV[8] == '1' and name or string.format('t%.0f', now + hold_ms))
-    redis.call('PEXPIRE', permits, string.format('%.0f', hold_ms))
+    keep(permits, hold_ms)
   end
   if takes_ms and takes_ms > 0 then
     -- A key that waited asks a little late. The rate does not lose that time.
@@ -69,10 +74,12 @@ local due = now + 1
 if takes_ms then due = math.max(due, free_at, last > 0 and behind or 0) end
 -- A permit that is returned wakes the first that wait. These times are for those that a dead worker does not return.
 if at_once_free < 1 then due = math.max(due, now + POLL_MS, last + STAGGER_MS) end
-due = math.min(due, now + LONGEST_WAIT_MS)
+-- Beyond the longest wait they do not all ask at once, either. No time is much further: the clock may have gone back.
+local latest = math.max(now + LONGEST_WAIT_MS, last + STAGGER_MS)
+due = math.min(due, latest, now + LONGEST_WAIT_MS + 2 * redis.call('ZCARD', limited) * STAGGER_MS)
 -- The next one waits for what this one takes. One that has waited comes before those that ask for the first time.
 if takes_ms then store_rate(due + takes_ms, queue, string.format('%.3f', due + takes_ms)) end
 due = math.ceil(due)
 redis.call('ZADD', limited, due, name)
-redis.call('PEXPIRE', limited, STALE_MS)
+keep(limited, due - now + STALE_MS)
 return math.ceil(due - now)

@@ -1,0 +1,84 @@
+"""A key that waits for the limit of its handler: `millstream why` and the console name the limit."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millstream import Limit, Message
+from millstream.observability import metrics as m
+from millstream.observability.metrics import Recorder
+from millstream.redis_client.client import Client
+from millstream.spark.run.query_metrics import report_batch
+from tests.support.commandline import call
+from tests.support.consoles import console
+from tests.support.task_fixtures import TaskFixture
+from tests.support.waiting import FAIL_SAFE_S, eventually
+from tests.support.workers import KEYS, make, now_ms, working
+
+pytestmark = [pytest.mark.worker, pytest.mark.keys]
+
+
+def explained(client: Client, key: str) -> dict[str, Any]:
+    (found,) = call("why", "app.handle", key, "--json", url=client.url).json_lines()
+    assert isinstance(found, dict)
+    return found
+
+
+def copy_of(message: Message) -> dict[str, str | None]:
+    return {"n": message.text("n"), "key": message.text("key")}
+
+
+def test_a_key_that_waits_for_its_limit_is_explained_with_the_value_and_those_that_run(
+    client: Client, tmp_path: Path
+) -> None:
+    gate = threading.Event()
+
+    def handle(message: Message) -> dict[str, str | None]:
+        gate.wait(FAIL_SAFE_S)
+        return copy_of(message)
+
+    handler = make(handle, key="key", limit=Limit(per="tenant", at_once=1))
+    client.execute("XADD", "in", "*", "n", 1, "key", "one", "tenant", "acme")
+    with working(client, handler, "w1"):
+        eventually(lambda: client.execute("HLEN", KEYS.permits(b"acme")) == 1, "the run")
+        client.execute("XADD", "in", "*", "n", 2, "key", "two", "tenant", "acme")
+        sentence = "It waits for the limit of app.handle for tenant acme: 1 message of it runs, 1 key waits for it."
+        eventually(lambda: sentence in explained(client, "two")["why"], "the limit in the explanation")
+        eventually(lambda: explained(client, "two")["limit"] == "acme", "the limit in JSON")
+        eventually(lambda: explained(client, "two")["state"] == "backing off", "the wait")
+        assert explained(client, "one")["limit"] is None
+        with console(client.url, tmp_path, "payloads") as browser:
+            path = "/key?handler=app.handle&key=two"
+            eventually(lambda: sentence in browser.get(path).text, "the limit on the page of the key")
+        gate.set()
+        eventually(lambda: client.execute("XLEN", "out") == 2, "all outputs")
+
+
+@pytest.mark.parametrize(
+    ("limit", "sentence"),
+    [
+        (Limit(at_once=1), "It waits for the limit of app.handle: 1 message of it runs, 1 key waits for it."),
+        (Limit(per="a", at_once=1), "It waits for the limit of app.handle for a or b x: 1 message of it runs,"),
+        (
+            Limit(per="tenant", rate="1/d"),
+            "It waits for the limit of app.handle for tenant acme: its rate lets the next message begin in ",
+        ),
+    ],
+)
+def test_a_deferred_key_on_spark_is_explained_likewise(client: Client, limit: Limit, sentence: str) -> None:
+    fixture = TaskFixture(client)
+    value = b"acme" if limit.per == "tenant" else b"x" if limit.per else b""
+    if limit.rate is None:
+        client.execute("HSET", KEYS.permits(value), "another task 1-0", f"t{now_ms(client) + 3_600_000:.0f}")
+    else:
+        client.execute("HSET", KEYS.free_at(value), "at", now_ms(client) + 3_600_000, "takes", 86_400_000)
+    fields: dict[Any, Any] = {"n": 1, "key": "k", "tenant": "acme", "a": "x", "b": "x"}
+    client.execute("XADD", "in", "1-0", *[part for item in fields.items() for part in item])
+    report = fixture.process(make(copy_of, key="key", limit=limit), fixture.rows((1, b"k", fields)))
+    assert sentence in explained(client, "k")["why"]
+    assert not any("try it now" in one for one in explained(client, "k")["mend"])
+    recorder = Recorder()
+    report_batch(recorder, "app.handle", report)
+    assert recorder.value(m.LIMITED, handler="app.handle") == report["limited"] > 0
