@@ -19,7 +19,7 @@ import pytest
 
 from tests.support.pythons import TESTED, find_python
 from tests.support.requirements import skip_without
-from tests.support.wheels import CHECKS, ROOT, build, link_requirements, run, try_install, use
+from tests.support.wheels import CHECKS, ROOT, build, link_requirements, reaches_index, run, try_install, use
 
 pytestmark = [pytest.mark.cli, pytest.mark.xdist_group("wheel")]
 
@@ -166,6 +166,5 @@ def test_the_wheel_installs_from_an_index_on_another_python_and_processes_a_mess
         try_install(wheel.path, python, "server", path=str(tmp_path))
     except RuntimeError:
         # The test above needs no index. This one cannot be done without.
-        index = subprocess.run([python, "-m", "pip", "index", "versions", "hiredis"], capture_output=True, check=False)
-        skip_without(index.returncode == 0, "pip reaches no index of packages from here")
+        skip_without(reaches_index(python), "pip reaches no index of packages from here")
         raise

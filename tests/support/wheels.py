@@ -63,6 +63,17 @@ def new_environment(python: str, folder: Path) -> str:
     return str(folder / "bin/python")
 
 
+def install(own: str, *packages: str) -> None:
+    """Install packages into the environment of the Python `own`."""
+    run(own, *_PIP, "install", *packages)
+
+
+def reaches_index(python: str) -> bool:
+    """Whether pip finds an index of packages from here."""
+    command = [python, "-m", "pip", "index", "versions", "hiredis"]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
 def link_requirements(own: str, extra: str = "") -> None:
     """Put what the installed wheel asks for into the environment of the Python `own`, and nothing else.
 
@@ -96,7 +107,7 @@ def try_install(wheel: Path, python: str, extra: str, *, path: str | None = None
         own = new_environment(python, Path(folder))
         before = megabytes(Path(folder))
         started = time.monotonic()
-        run(own, *_PIP, "install", f"{wheel}[{extra}]" if extra else str(wheel))
+        install(own, f"{wheel}[{extra}]" if extra else str(wheel))
         seconds = time.monotonic() - started
         size = megabytes(Path(folder)) - before
         use(own, *([extra] if extra else ()), path=path)
@@ -119,7 +130,7 @@ def megabytes(folder: Path) -> float:
 def check_distributions(built: list[Path]) -> None:
     """`twine check --strict`: is the metadata one that an index accepts, and can it show the long description?"""
     own = new_environment(sys.executable, BUILD / "twine")
-    run(own, *_PIP, "install", "twine>=6.1")
+    install(own, "twine>=6.1")
     say(run(own, "-m", "twine", "check", "--strict", *map(str, built)).strip())
 
 
