@@ -51,12 +51,13 @@ def inspect(
     Lags are counted at the server for `budget_ms` milliseconds in total, but at least one chunk each. A lag that is not
     counted completely is reported as a lower bound. `max_streams`: inspect a sample of this size, which is scanned for
     during `budget_ms`; then handlers are known by their groups only, unless there are no more streams. With
-    `stuck_first` the sample begins with the streams of `find_stuck_places`, which scans during another `budget_ms`.
+    `stuck_first` up to half of the sample are streams of `find_stuck_places`, which scans during another `budget_ms`.
     """
     names, is_sample = _find_streams(client, max_streams, budget_ms, clock)
     if is_sample and stuck_first and max_streams:
         stuck, _ = find_stuck_places(client, app, most=max_streams, budget_ms=budget_ms, clock=clock)
-        names = sorted(islice(dict.fromkeys([*(keys.stream for keys in stuck), *names]), max_streams))
+        first = islice(dict.fromkeys(keys.stream for keys in stuck), max_streams // 2)
+        names = sorted(islice(dict.fromkeys([*first, *names]), max_streams))
     end_ms = clock.monotonic_ms() + budget_ms
     hidden_streams: list[AccessDenied] = []
     hidden_handlers: list[AccessDenied] = []

@@ -1,6 +1,6 @@
 """Streams by what operators look for: the longest, the oldest, or those whose groups are farthest behind."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -43,11 +43,11 @@ def list_streams(
 
 
 def ordered(found: Sequence[ListedStream], order: StreamOrder) -> list[ListedStream]:
-    """The same streams, those with most first."""
-    figures = {
-        "entries": lambda one: one.stream.length,
-        "oldest": lambda one: one.stream.oldest_age_ms or 0,
-        "lag": lambda one: one.lag or 0,
+    """The same streams, those with most first. A lag that is a lower bound may be any larger one, and comes before all others."""
+    figures: Mapping[StreamOrder, Callable[[ListedStream], tuple[bool, int]]] = {
+        "entries": lambda one: (True, one.stream.length),
+        "oldest": lambda one: (True, one.stream.oldest_age_ms or 0),
+        "lag": lambda one: (not one.lag_exact, one.lag or 0),
     }
     return sorted(found, key=figures[order], reverse=True)
 

@@ -16,6 +16,8 @@ from millstream.redis_client.key_names import HandlerKeys, to_wire
 from millstream.redis_client.pipelining import send_all
 
 _MOST_PLACES = 1_000
+_MOST_OF_ONE = 5_000
+_MOST_TOGETHER = 20_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +52,14 @@ class LetterCount:
 
 @dataclass(frozen=True, kw_only=True)
 class StuckOverview:
-    """What is stuck, of all handlers. `is_partial`: there may be more."""
+    """What is stuck, of all handlers.
+
+    * `crowded`: handlers on streams with too many stuck keys to read, and how many these may be
+    * `is_partial`: there may be more
+    """
 
     keys: StuckKeys
+    crowded: Sequence[tuple[HandlerKeys, int]]
     letters: Sequence[LetterCount]
     is_partial: bool
 
@@ -84,13 +91,44 @@ def read_stuck_keys(
 
 
 def read_stuck_overview(client: Client, *, most_keys: int = 100) -> StuckOverview:
-    """The stuck keys and dead letters of all handlers, however many streams there are. `most_keys`: how many stuck keys to read. Raises RedisError."""
+    """The stuck keys and dead letters of all handlers, however many streams there are. `most_keys`: how many stuck keys to return. Raises RedisError."""
     places, is_partial = find_stuck_places(client, most=_MOST_PLACES)
-    keys = StuckKeys()
-    if places:
-        existing = existing_handlers(client, places)
-        keys = read_stuck_keys(client, existing, read_long_runs(client, {one.app for one in existing}), most=most_keys)
-    return StuckOverview(keys=keys, letters=_count_letters(client, places), is_partial=is_partial)
+    existing = existing_handlers(client, places) if places else []
+    counts = _count_keys(client, existing)
+    some, crowded, total = [], [], 0
+    for keys in existing:
+        if counts[keys] > _MOST_OF_ONE:
+            crowded.append((keys, counts[keys]))
+        elif total + counts[keys] > _MOST_TOGETHER:
+            is_partial = True
+        else:
+            some.append(keys)
+            total += counts[keys]
+    runs = read_long_runs(client, {one.app for one in some})
+    return StuckOverview(
+        keys=read_stuck_keys(client, some, runs, most=most_keys) if some else StuckKeys(),
+        crowded=crowded,
+        letters=_count_letters(client, places),
+        is_partial=is_partial,
+    )
+
+
+def _count_keys(client: Client, places: Sequence[HandlerKeys]) -> dict[HandlerKeys, int]:
+    """How many keys of each handler on a stream may be stuck; 0 where they cannot be counted."""
+    replies = iter(
+        send_all(
+            client,
+            [
+                one
+                for keys in places
+                for one in (("HLEN", keys.parked), ("ZCARD", keys.backoff), ("HLEN", keys.crashes))
+            ],
+        )
+    )
+    return {
+        keys: sum(one for one in found if isinstance(one, int))
+        for keys, *found in zip(places, replies, replies, replies, strict=True)
+    }
 
 
 def _count_letters(client: Client, places: Sequence[HandlerKeys]) -> list[LetterCount]:

@@ -5,7 +5,7 @@ from typing import Literal
 
 import msgspec
 
-from millstream.delivery.expiring_members import hold_members, read_members
+from millstream.delivery.expiring_members import HOLD_MEMBERS, read_members
 from millstream.handlers.code_settings import settings_of, source_of
 from millstream.handlers.handler import Handler
 from millstream.redis_client.client import Client
@@ -39,10 +39,17 @@ def code_of(
     }
 
 
-def report_code(client: Client, app: str, running: Mapping[str, RunningCode]) -> None:
-    """Report the code of handlers, by their names; repeat it before `HELD_MS`. Raises RedisError."""
-    for handler, code in running.items():
-        hold_members(client, running_code_key(app, handler), HELD_MS, (code,))
+def report_code(client: Client, app: str, running: Mapping[str, RunningCode], *, held_ms: int = HELD_MS) -> None:
+    """Report the code of handlers, by their names, in one round trip; repeat it before `held_ms`; 0 removes the reports.
+
+    Others that run the same code report it again within seconds. Raises RedisError.
+    """
+    client.scripts(
+        [
+            (HOLD_MEMBERS, (running_code_key(app, handler),), (held_ms, msgspec.json.encode(code)))
+            for handler, code in running.items()
+        ]
+    )
 
 
 def read_code(client: Client, handlers: Iterable[tuple[str, str]]) -> dict[tuple[str, str], Sequence[RunningCode]]:

@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from millstream.handlers.handler import OPTIONS, Handler
+from millstream.redis_client.escaping import escape
+
+_MOST_STREAMS = 10
 
 
 def settings_of(handler: Handler) -> dict[str, str]:
@@ -15,10 +18,12 @@ def settings_of(handler: Handler) -> dict[str, str]:
 
     Functions are shown by their names, and lists of functions by their number.
     """
-    named = {"streams": ", ".join(handler.streams), **{name: _text(getattr(handler, name)) for name in OPTIONS}}
+    shown = ", ".join(handler.streams[:_MOST_STREAMS])
+    more = f" and {len(handler.streams) - _MOST_STREAMS:,} more" if len(handler.streams) > _MOST_STREAMS else ""
+    named = {"streams": shown + more, **{name: _text(getattr(handler, name)) for name in OPTIONS}}
     if not handler.in_batches:
         del named["batch_size"], named["batch_wait_ms"]
-    return {name: text for name, text in named.items() if text and name != "name"}
+    return {name: escape(text) for name, text in named.items() if text and name != "name"}
 
 
 def source_of(function: Callable[..., Any]) -> str:
@@ -28,7 +33,7 @@ def source_of(function: Callable[..., Any]) -> str:
         source = Path(path).read_bytes() if path else None
     except (OSError, TypeError):
         return ""
-    return f"{Path(path or '').name} {blake2b(source, digest_size=4).hexdigest()}" if source is not None else ""
+    return f"{escape(Path(path or '').name)} {blake2b(source, digest_size=4).hexdigest()}" if source is not None else ""
 
 
 def _text(value: Any) -> str:

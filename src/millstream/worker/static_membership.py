@@ -1,5 +1,6 @@
 """Static membership: worker names that survive restarts, each held by one supervisor at a time (as Kafka's KIP-345)."""
 
+import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -7,8 +8,8 @@ from types import MappingProxyType
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.delivery.expiring_members import HOLD_MEMBERS
 from millstream.delivery.restarts import Restart, record_restart
-from millstream.delivery.running_code import RunningCode, report_code
-from millstream.errors import ConfigError, StaleOwner
+from millstream.delivery.running_code import HELD_MS, RunningCode, report_code
+from millstream.errors import ConfigError, RedisError, StaleOwner
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import (
     check_identifier,
@@ -19,6 +20,8 @@ from millstream.redis_client.key_names import (
 )
 from millstream.redis_client.scripts import Script
 from millstream.worker.incarnations import NAME_LEASE_MS, ProcessEnd, record_end
+
+logger = logging.getLogger(__name__)
 
 HOLD_NAME = Script("shared/hold_name")
 
@@ -67,7 +70,7 @@ class StaticMembership:
             for number in range(count):
                 self._await_name(f"{self._base}-{number}")
         self._announce(NAME_LEASE_MS, self.names)
-        report_code(self._client, self._app, self._handlers)
+        self._report_code(HELD_MS)
         return self.names
 
     def renew(self) -> frozenset[str]:
@@ -80,11 +83,12 @@ class StaticMembership:
             if not reply:
                 raise StaleOwner(f"another worker has the worker name {name!r} now; give each its own --name")
         self._announce(NAME_LEASE_MS, self.names)
-        report_code(self._client, self._app, self._handlers)
+        self._report_code(HELD_MS)
         return frozenset(name for name, reply in replies.items() if reply == _DRAIN)
 
     def release(self) -> None:
         """Release the names."""
+        self._report_code(0)
         self._release(self.names)
         self.names = []
 
@@ -124,6 +128,13 @@ class StaticMembership:
 
     def _announce(self, held_ms: int, names: Sequence[str]) -> None:
         self._client.scripts([(HOLD_MEMBERS, (key,), (held_ms, *names)) for key in self._live_keys])
+
+    def _report_code(self, held_ms: int) -> None:
+        """Report the code for operators. A worker goes on without the report."""
+        try:
+            report_code(self._client, self._app, self._handlers, held_ms=held_ms)
+        except RedisError as error:
+            logger.debug("cannot report the code of %s: %s; trying again", self._app, error)
 
     def _hold_for(self, name: str, held_ms: int) -> int:
         """The reply of HOLD_NAME: 0 if another supervisor has the name."""

@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 _TTL_MS, _INTERVAL_S = 30_000, 10.0
 _CHECK_S = 1.0
+_REPORT_CALLS = 5
 
 
 def begin_run(client: Client, app: str, names: Sequence[str]) -> int | None:
@@ -74,23 +75,17 @@ def keep_announced(
     A failure is only logged, and a refused call is repeated: fences, not these keys, protect the committed progress.
     """
     renew_in, has_warned = 0, False
-    reported: Mapping[str, QueryProgress] = {}
+    reports = _Reports(app, progress, running)
     with Client(url) as client:
         while not ended.is_set():
             try:
                 current = names()
                 if replaced := replaced_names(client, app, current, epoch=epoch):
                     on_replaced(replaced)
-                found = {name: one for name, one in progress().items() if name not in replaced}
-                is_due = renew_in <= 0
-                if is_due:
+                if renew_in <= 0:
                     announce_run(client, app, [one for one in current if one not in replaced], epoch=epoch)
                     renew_in = round(_INTERVAL_S / _CHECK_S)
-                if changed := {name: one for name, one in found.items() if is_due or one != reported.get(name)}:
-                    report_progress(client, app, changed)
-                if is_due:
-                    report_code(client, app, {name: one for name, one in running.items() if name in current})
-                reported = found
+                reports.send(client, [one for one in current if one not in replaced])
             except AccessDenied as error:
                 renew_in = round(_INTERVAL_S / _CHECK_S)
                 if not has_warned:
@@ -100,6 +95,39 @@ def keep_announced(
                 logger.debug("cannot write liveness keys of %s: %s; trying again", app, error)
             renew_in -= 1
             ended.wait(_CHECK_S)
+
+
+class _Reports:
+    """What the run reports for operators every few seconds. No failure of it reaches the announcing thread."""
+
+    def __init__(
+        self, app: str, progress: Callable[[], Mapping[str, QueryProgress]], running: Mapping[str, RunningCode]
+    ) -> None:
+        self._app = app
+        self._progress = progress
+        self._running = running
+        self._is_denied = False
+        self._calls = 0
+
+    def send(self, client: Client, names: Sequence[str]) -> None:
+        """Report the progress and the code of these queries, at every fifth call."""
+        self._calls += 1
+        if self._is_denied or self._calls % _REPORT_CALLS != 1:
+            return
+        try:
+            report_progress(client, self._app, {name: one for name, one in self._progress().items() if name in names})
+            report_code(client, self._app, {name: one for name, one in self._running.items() if name in names})
+        except AccessDenied as error:
+            self._is_denied = True
+            logger.warning(
+                "cannot report the progress and the code of %s: %s; the console does not show them; `millstream acl` "
+                "prints the required rights",
+                self._app,
+                error,
+            )
+        # Java may have ended, and the session may stop, at any point: the run itself finds out and says so.
+        except Exception as error:  # noqa: BLE001
+            logger.debug("cannot report the progress of %s: %s; trying again", self._app, error)
 
 
 def _warn_denied(app: str, error: AccessDenied) -> None:

@@ -20,6 +20,7 @@ from millstream.delivery.pause import Pause
 from millstream.delivery.query_progress import QueryProgress
 from millstream.errors import ConfigError
 from millstream.redis_client.client import Client
+from millstream.redis_client.escaping import escape
 from millstream.spark.run.failures import Failure
 from millstream.spark.run.first_start import Start, StartAt
 from millstream.spark.run.session import checkpoint_begun, clear_unfinished, has_executors, is_cluster
@@ -197,7 +198,8 @@ class SupervisedQuery(ABC):
 
     def progress(self, ui: str | None) -> QueryProgress:
         """Its last micro-batch with rows, as Spark reports it, for operators. `ui`: address of Spark's page. Raises Py4JError."""
-        found = self.query.lastProgress if self.query is not None else None
+        query = self.query  # the supervisor may take it away meanwhile
+        found = query.lastProgress if query is not None else None
         if found is not None and "addBatch" in found.durationMs:
             self._last_progress = {
                 "batch": found.batchId,
@@ -206,7 +208,9 @@ class SupervisedQuery(ABC):
                 "took_ms": found.batchDuration,
                 "began_ms": round(datetime.fromisoformat(found.timestamp).timestamp() * 1000),
             }
-        return QueryProgress(**self._last_progress, failures=self.failures, last_failure=self.last_failure, ui=ui)
+        return QueryProgress(
+            **self._last_progress, failures=self.failures, last_failure=escape(self.last_failure), ui=ui
+        )
 
     def emit(self, event: str, **more: Any) -> None:
         """Emit an event of this query."""

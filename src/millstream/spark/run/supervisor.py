@@ -7,7 +7,6 @@ them on request or after a failure that a restart cannot fix.
 import logging
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 
 from py4j.protocol import Py4JError, Py4JJavaError
@@ -192,11 +191,9 @@ class Supervisor:
         )
 
     def _progress(self) -> dict[str, QueryProgress]:
-        """The last micro-batch of each query that is not finished; none once Java has ended."""
-        with suppress(Py4JError, PySparkException, OSError):
-            ui = self._spark.sparkContext.uiWebUrl
-            return {one.name: one.progress(ui) for one in self._supervised if not one.done}
-        return {}
+        """The last micro-batch of each query that is not finished. Raises what py4j does."""
+        ui = self._spark.sparkContext.uiWebUrl
+        return {one.name: one.progress(ui) for one in self._supervised if not one.done}
 
     def _names(self) -> list[str]:
         """Return the names of the queries that are not finished."""

@@ -152,7 +152,9 @@ def _confirm(
         path=path,
         fields={**fields, "confirm": answer},
         typed=None,
-        command=f"{command} {keys.label} {quote(page.display.key(data))} --stream {quote(escape(keys.stream))}",
+        command=f"{command} {keys.label} --stream {quote(keys.stream)} -- {quote(escape(data))}"
+        if page.display.is_shown(data) and escape(keys.stream) == keys.stream
+        else None,
         back=page.url("/key", **fields),
     )
 

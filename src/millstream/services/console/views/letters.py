@@ -204,11 +204,11 @@ def _confirm(page: PageRequest, verb: str, sentences: Sequence[str], found: Sequ
 
 
 def _command(verb: str, name: str, found: Sequence[DeadLetterEntry], *, is_all: bool) -> str | None:
-    """The command that does the same to these dead letters and to no others; None if they are too many to name."""
+    """The command that does the same to these dead letters and to no others; None if they are too many to name, or a name is not printable."""
     command = f"millstream dlq {verb} {name}"
     if is_all:
         return f"{command} --limit {MOST_LETTERS}" if len(found) == MOST_LETTERS else command
-    if len(found) > _MOST_IN_COMMAND:
+    if len(found) > _MOST_IN_COMMAND or any(escape(one.keys.stream) != one.keys.stream for one in found):
         return None
     by_stream: dict[str, list[str]] = {}
     for one in found:  # ids are those of a stream: another stream may have the same ones

@@ -2,12 +2,13 @@
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import partial
 
 from starlette.responses import Response
 
 from millstream.admin.entry_pages import read_entries, read_newest
 from millstream.admin.inspection import find_stream_names, handler_of, inspect_stream
-from millstream.admin.stream_order import ORDERS, list_streams, ordered
+from millstream.admin.stream_order import ORDERS, ListedStream, list_streams, ordered
 from millstream.admin.time_inputs import parse_start
 from millstream.errors import MillstreamError
 from millstream.groups import Group
@@ -33,7 +34,11 @@ def streams(page: PageRequest) -> Response:
     after = None if is_ordered else page.name("after")
     first = bisect_right(names, after) if after else 0
     shown = names if is_ordered else names[first : first + _PAGE]
-    found = list_streams(page.client, shown, budget_ms=_COUNT_MS)
+    found: Sequence[ListedStream] = (
+        page.shared.get(f"ordered {prefix}", page.now_ms, partial(_list_all, page, shown), keep_ms=_KEEP_MS)
+        if is_ordered
+        else list_streams(page.client, shown, budget_ms=_COUNT_MS)
+    )
     return page.render(
         "streams.html",
         prefix=page.query.get("prefix", ""),
@@ -49,6 +54,14 @@ def streams(page: PageRequest) -> Response:
         first=first,
         after=shown[-1] if first + _PAGE < len(names) and not is_ordered else None,
     )
+
+
+def _list_all(page: PageRequest, names: Sequence[str]) -> list[ListedStream]:
+    """All these streams, read a hundred at a time: the reply on a stream has two entries whole."""
+    found: list[ListedStream] = []
+    for at in range(0, len(names), _PAGE):
+        found += list_streams(page.client, names[at : at + _PAGE], budget_ms=_COUNT_MS)
+    return found
 
 
 def _scan(page: PageRequest, prefix: str) -> tuple[Sequence[str], bool]:

@@ -1,6 +1,7 @@
 """What is stuck, of all handlers: stuck keys, and dead letters by handler; unpark several keys at once."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from urllib.parse import parse_qs, urlencode
 
 from starlette.responses import Response
@@ -10,7 +11,7 @@ from millstream.admin.stuck_keys import StuckKey, StuckOverview, read_stuck_over
 from millstream.delivery.keyed_stream import queue_of_key
 from millstream.errors import ConfigError
 from millstream.redis_client.escaping import escape, unescape
-from millstream.redis_client.key_names import from_wire
+from millstream.redis_client.key_names import HandlerKeys, from_wire
 from millstream.services.console.pages import PageRequest
 
 _KEEP_MS = 2_000.0
@@ -29,14 +30,24 @@ def unpark_selected(page: PageRequest) -> Response:
     ticked = [parse_qs(one, errors="surrogateescape") for one in page.form.get("stuck", ())]
     if not ticked:
         raise ConfigError("no key is selected: go back and tick some")
-    is_done = []
-    for one in ticked:
+    selected = []
+    for one in ticked:  # before the first action, after which the names of handlers are read again
         name, stream, key = (one.get(part, [""])[0] for part in ("handler", "stream", "key"))
-        keys = page.places_of(name, from_wire(unescape(stream)))[0]
-        with page.audit("key unpark", handler=name, stream=stream, key=key) as action:
-            is_done.append(unpark(page.client, keys, queue_of_key(unescape(key), b"")))
-            action.result = "unparked" if is_done[-1] else "was not parked"
+        selected.append((page.places_of(name, from_wire(unescape(stream)))[0], key))
+    is_done = [_unpark(page, keys, key) for keys, key in selected]
     return page.redirect("/stuck", done="unparked" if all(is_done) else "some-unparked" if any(is_done) else "none")
+
+
+def _unpark(page: PageRequest, keys: HandlerKeys, key: str) -> bool:
+    """Unpark one key; False if it was not parked, or its handler cannot unpark it now, which the audit says."""
+    with (
+        suppress(ConfigError),
+        page.audit("key unpark", handler=keys.label, stream=escape(keys.stream), key=key) as action,
+    ):
+        is_done = unpark(page.client, keys, queue_of_key(unescape(key), b""))
+        action.result = "unparked" if is_done else "was not parked"
+        return is_done
+    return False
 
 
 def rows_of(page: PageRequest, found: Sequence[StuckKey]) -> list[dict[str, object]]:
