@@ -37,7 +37,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     try:
         install(own, str(wheel), DJANGO)
     except RuntimeError:
-        skip_without(reaches_index(python), "pip reaches no index of packages from here")
+        skip_without(reaches_index(python, "django"), "pip reaches no index with Django from here")
         raise
     return Path(own).parent
 

@@ -68,9 +68,9 @@ def install(own: str, *packages: str) -> None:
     run(own, *_PIP, "install", *packages)
 
 
-def reaches_index(python: str) -> bool:
-    """Whether pip finds an index of packages from here."""
-    command = [python, "-m", "pip", "index", "versions", "hiredis"]
+def reaches_index(python: str, package: str = "hiredis") -> bool:
+    """Whether pip finds an index from here that has the package."""
+    command = [python, "-m", "pip", "index", "versions", package]
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
