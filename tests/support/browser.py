@@ -42,7 +42,8 @@ class _DevTools:
     """A connection of the DevTools protocol, to a browser or to one of its pages. A context manager that closes it."""
 
     def __init__(self, address: str) -> None:
-        self._opening = connect(address, proxy=None, open_timeout=FAIL_SAFE_S, close_timeout=1)
+        # Without pings: their thread draws random numbers while tests of other files run, which Hypothesis takes for theirs.
+        self._opening = connect(address, proxy=None, open_timeout=FAIL_SAFE_S, close_timeout=1, ping_interval=None)
         self._numbers = count(1)
 
     def __enter__(self) -> Self:
