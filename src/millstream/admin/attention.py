@@ -14,6 +14,8 @@ from millstream.redis_client.client import Client
 from millstream.redis_client.formats import format_age
 from millstream.redis_client.pipelining import server_time_ms
 
+_RISING = "rising"
+_OF_DATA = frozenset((*DATA_CHECKS, _RISING))
 _OF_REDIS = ("reachable", "access", "role", "cluster", "eviction", "persistence", "memory", "disk", "data")
 """Checks of Redis itself that concern the messages of today. `millstream doctor` makes all of them."""
 
@@ -39,7 +41,7 @@ class Overview:
     @property
     def needs_attention(self) -> bool:
         """Whether a finding concerns messages now or soon, and not only a setting that may matter later."""
-        return any(one.severity == "problem" or one.check in (*DATA_CHECKS, "rising") for one in self.attention)
+        return any(one.severity == "problem" or one.check in _OF_DATA for one in self.attention)
 
     @property
     def state_of_health(self) -> str:
@@ -62,7 +64,7 @@ def read_overview(client: Client, *, max_streams: int = 1_000, old_ms: int = 600
     """
     diagnosis = diagnose(client, max_streams=max_streams, old_ms=old_ms)
     urgent = [one for one in diagnosis.findings if one.severity != "ok" and one.check in (*DATA_CHECKS, *_OF_REDIS)]
-    urgent += run_check("rising", partial(_rising_lags, client, diagnosis))
+    urgent += run_check(_RISING, partial(_rising_lags, client, diagnosis))
     return Overview(
         attention=tuple(sorted(urgent, key=_urgency)),
         readers=() if diagnosis.inspection is None else summarize_readers(diagnosis.inspection),
@@ -88,4 +90,4 @@ def _rising_lags(client: Client, diagnosis: Diagnosis) -> Iterator[Finding]:
 
 
 def _urgency(found: Finding) -> tuple[bool, bool, float]:
-    return found.severity != "problem", found.check not in (*DATA_CHECKS, "rising"), found.since_ms or float("inf")
+    return found.severity != "problem", found.check not in _OF_DATA, found.since_ms or float("inf")

@@ -8,7 +8,7 @@ from millstream.delivery.effects import ERROR_SUFFIX, EXPIRED_SUFFIX, FAILED_SUF
 from millstream.delivery.last_error import LastError
 from millstream.delivery.pause import parse_pause
 from millstream.delivery.rate_override import parse_rate_override
-from millstream.errors import CommandFailed, ConfigError, GroupMissing, WrongType
+from millstream.errors import CommandFailed, ConfigError, GroupMissing, RedisError, WrongType
 from millstream.handlers.dead_letter import DeadLetter, Reason
 from millstream.model import EntryId
 from millstream.redis_client.client import Client, raise_if_error
@@ -88,19 +88,27 @@ def list_queues(client: Client, keys: HandlerKeys, *, most: int = 10_000) -> lis
     return sorted(_describe(client, keys, snapshot, names), key=lambda one: -one.length)
 
 
+def count_suspected_keys(client: Client, places: Sequence[HandlerKeys]) -> dict[HandlerKeys, int | None]:
+    """How many keys of each of these handlers on their streams may be stuck, or more; None if they cannot be counted.
+
+    These are parked, back off, or have failed attempts on an entry. Raises Unavailable.
+    """
+    commands = [
+        one for keys in places for one in (("HLEN", keys.parked), ("ZCARD", keys.backoff), ("HLEN", keys.crashes))
+    ]
+    replies = iter(send_all(client, commands))
+    return {
+        keys: None if any(isinstance(one, RedisError) for one in found) else sum(found)
+        for keys, *found in zip(places, replies, replies, replies, strict=True)
+    }
+
+
 def having_stuck_keys(client: Client, places: Sequence[HandlerKeys]) -> list[HandlerKeys]:
     """Return those of these handlers on their streams that may have stuck keys. Raises RedisError.
 
-    These have parked keys, keys that back off, or entries with failed attempts. Those that cannot be read are among
-    them, so that reading their keys raises the error.
+    Those that cannot be read are among them, so that reading their keys raises the error.
     """
-    commands = [
-        one
-        for keys in places
-        for one in (("HLEN", keys.parked), ("ZRANGE", keys.backoff, 0, 0), ("HLEN", keys.crashes))
-    ]
-    replies = iter(send_all(client, commands))
-    return [keys for keys, *found in zip(places, replies, replies, replies, strict=True) if any(found)]
+    return [keys for keys, count in count_suspected_keys(client, places).items() if count != 0]
 
 
 def is_stuck(queue: KeyQueue) -> bool:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from millstream.admin.inspection import existing_handlers
 from millstream.admin.key_listing import read_key_queues
-from millstream.admin.key_queues import KeyQueue, is_stuck, last_errors
+from millstream.admin.key_queues import KeyQueue, count_suspected_keys, is_stuck, last_errors
 from millstream.admin.stuck_places import find_stuck_places
 from millstream.delivery.last_error import LastError
 from millstream.delivery.long_runs import LongRun, read_long_runs
@@ -94,16 +94,17 @@ def read_stuck_overview(client: Client, *, most_keys: int = 100) -> StuckOvervie
     """The stuck keys and dead letters of all handlers, however many streams there are. `most_keys`: how many stuck keys to return. Raises RedisError."""
     places, is_partial = find_stuck_places(client, most=_MOST_PLACES)
     existing = existing_handlers(client, places) if places else []
-    counts = _count_keys(client, existing)
+    counts = count_suspected_keys(client, existing)
     some, crowded, total = [], [], 0
-    for keys in existing:
-        if counts[keys] > _MOST_OF_ONE:
-            crowded.append((keys, counts[keys]))
-        elif total + counts[keys] > _MOST_TOGETHER:
+    for keys, known in counts.items():
+        count = known or 0
+        if count > _MOST_OF_ONE:
+            crowded.append((keys, count))
+        elif total + count > _MOST_TOGETHER:
             is_partial = True
         else:
             some.append(keys)
-            total += counts[keys]
+            total += count
     runs = read_long_runs(client, {one.app for one in some})
     return StuckOverview(
         keys=read_stuck_keys(client, some, runs, most=most_keys) if some else StuckKeys(),
@@ -111,24 +112,6 @@ def read_stuck_overview(client: Client, *, most_keys: int = 100) -> StuckOvervie
         letters=_count_letters(client, places),
         is_partial=is_partial,
     )
-
-
-def _count_keys(client: Client, places: Sequence[HandlerKeys]) -> dict[HandlerKeys, int]:
-    """How many keys of each handler on a stream may be stuck; 0 where they cannot be counted."""
-    replies = iter(
-        send_all(
-            client,
-            [
-                one
-                for keys in places
-                for one in (("HLEN", keys.parked), ("ZCARD", keys.backoff), ("HLEN", keys.crashes))
-            ],
-        )
-    )
-    return {
-        keys: sum(one for one in found if isinstance(one, int))
-        for keys, *found in zip(places, replies, replies, replies, strict=True)
-    }
 
 
 def _count_letters(client: Client, places: Sequence[HandlerKeys]) -> list[LetterCount]:

@@ -1,6 +1,6 @@
 """Members that expire: values of an app in a sorted set, each scored with the time until which it is kept."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -16,9 +16,12 @@ HOLD_MEMBERS = Script("shared/hold_members")
 T = TypeVar("T", bound=msgspec.Struct)
 
 
-def hold_members(client: Client, key: str, held_ms: int, values: Sequence[msgspec.Struct]) -> None:
-    """Keep `values` for `held_ms` milliseconds from now; 0 removes them. May be repeated. Raises RedisError."""
-    client.script(HOLD_MEMBERS, (key,), (held_ms, *map(msgspec.json.encode, values)))
+def hold_members(client: Client, held_ms: int, values: Mapping[str, Sequence[msgspec.Struct]]) -> None:
+    """Keep the values of each key for `held_ms` milliseconds from now, in one round trip; 0 removes them.
+
+    May be repeated. Raises RedisError.
+    """
+    client.scripts([(HOLD_MEMBERS, (key,), (held_ms, *map(msgspec.json.encode, some))) for key, some in values.items()])
 
 
 def read_members(client: Client, keys: Iterable[str], kind: type[T], now_ms: float) -> list[list[tuple[T, float]]]:

@@ -57,7 +57,7 @@ def report_long_runs(client: Client, app: str, runs: Sequence[LongRun], ended: S
     key = long_runs_key(app)
     for held_ms, some in ((0, ended), (HELD_MS, longest)):
         if some:
-            hold_members(client, key, held_ms, some)
+            hold_members(client, held_ms, {key: some})
 
 
 def read_long_runs(client: Client, apps: Iterable[str]) -> tuple[LongRun, ...]:

@@ -52,7 +52,7 @@ class RecentRestarts:
 
 def record_restart(client: Client, app: str, restart: Restart) -> None:
     """Record a restart. May be repeated. Raises RedisError."""
-    hold_members(client, restarts_key(app), KEPT_MS, (restart,))
+    hold_members(client, KEPT_MS, {restarts_key(app): (restart,)})
 
 
 def read_restarts(client: Client, apps: Iterable[str]) -> tuple[RecentRestarts, ...]:

@@ -5,7 +5,7 @@ from typing import Literal
 
 import msgspec
 
-from millstream.delivery.expiring_members import HOLD_MEMBERS, read_members
+from millstream.delivery.expiring_members import hold_members, read_members
 from millstream.handlers.code_settings import settings_of, source_of
 from millstream.handlers.handler import Handler
 from millstream.redis_client.client import Client
@@ -44,12 +44,7 @@ def report_code(client: Client, app: str, running: Mapping[str, RunningCode], *,
 
     Others that run the same code report it again within seconds. Raises RedisError.
     """
-    client.scripts(
-        [
-            (HOLD_MEMBERS, (running_code_key(app, handler),), (held_ms, msgspec.json.encode(code)))
-            for handler, code in running.items()
-        ]
-    )
+    hold_members(client, held_ms, {running_code_key(app, handler): (code,) for handler, code in running.items()})
 
 
 def read_code(client: Client, handlers: Iterable[tuple[str, str]]) -> dict[tuple[str, str], Sequence[RunningCode]]:

@@ -1,12 +1,12 @@
 """Rendering: templates to HTML. Every value is escaped, whatever it contains."""
 
-import shlex
 from functools import cache
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from millstream.admin.findings import quoted
 from millstream.redis_client.escaping import escape, escape_lines
 from millstream.redis_client.formats import format_age, format_time
 
@@ -31,7 +31,7 @@ def _templates() -> Environment:
         "age": format_age,
         "name": escape,
         "number": _number,
-        "quoted": lambda text: shlex.quote(escape(text)),
+        "quoted": quoted,
         "time": lambda ms: "-" if ms is None else format_time(ms) or "-",
     }
     return found

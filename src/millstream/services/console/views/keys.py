@@ -1,9 +1,8 @@
 """The page of a key: why it waits, what waits, its state and dead letters; park, unpark, skip, reset the state."""
 
-from shlex import quote
-
 from starlette.responses import Response
 
+from millstream.admin.findings import quoted
 from millstream.admin.inspection import reset_states
 from millstream.admin.key_details import KeyDetails, read_key
 from millstream.admin.key_explanation import explain_key
@@ -61,10 +60,15 @@ def park(page: PageRequest) -> Response:
 def unpark(page: PageRequest) -> Response:
     """Unpark the key."""
     keys, data = _place_of(page)
+    return _back(page, keys, "unparked" if unpark_key(page, keys, data) else "was-unparked")
+
+
+def unpark_key(page: PageRequest, keys: HandlerKeys, data: bytes) -> bool:
+    """Unpark a key, with its record; False if it was not parked. Raises ConfigError if its handler cannot unpark it now."""
     with page.audit("key unpark", **_about(keys, data)) as action:
         is_done = unpark_queue(page.client, keys, queue_of_key(data, b""))
         action.result = "unparked" if is_done else "was not parked"
-    return _back(page, keys, "unparked" if is_done else "was-unparked")
+    return is_done
 
 
 def skip(page: PageRequest) -> Response:
@@ -152,7 +156,7 @@ def _confirm(
         path=path,
         fields={**fields, "confirm": answer},
         typed=None,
-        command=f"{command} {keys.label} --stream {quote(keys.stream)} -- {quote(escape(data))}"
+        command=f"{command} {keys.label} --stream {quoted(keys.stream)} -- {quoted(data)}"
         if page.display.is_shown(data) and escape(keys.stream) == keys.stream
         else None,
         back=page.url("/key", **fields),

@@ -3,12 +3,12 @@
 from collections import Counter
 from collections.abc import Sequence
 from hashlib import blake2b
-from shlex import quote
 
 from starlette.responses import Response
 
 from millstream.admin.audit_log import AuditLog
 from millstream.admin.dead_letter_groups import MOST_LETTERS, LetterGroup, find_letters, group_letters
+from millstream.admin.findings import quoted
 from millstream.admin.letter_export import LetterExport
 from millstream.delivery.dead_letter_queue import DeadLetterEntry, DeadLetterFilter, DeadLetterQueue
 from millstream.errors import ConfigError, MillstreamError
@@ -213,9 +213,7 @@ def _command(verb: str, name: str, found: Sequence[DeadLetterEntry], *, is_all: 
     by_stream: dict[str, list[str]] = {}
     for one in found:  # ids are those of a stream: another stream may have the same ones
         by_stream.setdefault(one.keys.stream, []).append(one.letter_id)
-    return " && ".join(
-        f"{command} {' '.join(ids)} --stream {quote(escape(stream))}" for stream, ids in by_stream.items()
-    )
+    return " && ".join(f"{command} {' '.join(ids)} --stream {quoted(stream)}" for stream, ids in by_stream.items())
 
 
 def _report(page: PageRequest, done: str, problems: Sequence[str]) -> Response:

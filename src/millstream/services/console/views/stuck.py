@@ -1,18 +1,17 @@
 """What is stuck, of all handlers: stuck keys, and dead letters by handler; unpark several keys at once."""
 
 from collections.abc import Sequence
-from contextlib import suppress
 from urllib.parse import parse_qs, urlencode
 
 from starlette.responses import Response
 
-from millstream.admin.key_queues import explain, unpark
+from millstream.admin.key_queues import explain
 from millstream.admin.stuck_keys import StuckKey, StuckOverview, read_stuck_overview
-from millstream.delivery.keyed_stream import queue_of_key
 from millstream.errors import ConfigError
 from millstream.redis_client.escaping import escape, unescape
 from millstream.redis_client.key_names import HandlerKeys, from_wire
 from millstream.services.console.pages import PageRequest
+from millstream.services.console.views.keys import unpark_key
 
 _KEEP_MS = 2_000.0
 
@@ -33,21 +32,17 @@ def unpark_selected(page: PageRequest) -> Response:
     selected = []
     for one in ticked:  # before the first action, after which the names of handlers are read again
         name, stream, key = (one.get(part, [""])[0] for part in ("handler", "stream", "key"))
-        selected.append((page.places_of(name, from_wire(unescape(stream)))[0], key))
-    is_done = [_unpark(page, keys, key) for keys, key in selected]
+        selected.append((page.places_of(name, from_wire(unescape(stream)))[0], unescape(key)))
+    is_done = [_unpark(page, keys, data) for keys, data in selected]
     return page.redirect("/stuck", done="unparked" if all(is_done) else "some-unparked" if any(is_done) else "none")
 
 
-def _unpark(page: PageRequest, keys: HandlerKeys, key: str) -> bool:
+def _unpark(page: PageRequest, keys: HandlerKeys, data: bytes) -> bool:
     """Unpark one key; False if it was not parked, or its handler cannot unpark it now, which the audit says."""
-    with (
-        suppress(ConfigError),
-        page.audit("key unpark", handler=keys.label, stream=escape(keys.stream), key=key) as action,
-    ):
-        is_done = unpark(page.client, keys, queue_of_key(unescape(key), b""))
-        action.result = "unparked" if is_done else "was not parked"
-        return is_done
-    return False
+    try:
+        return unpark_key(page, keys, data)
+    except ConfigError:
+        return False
 
 
 def rows_of(page: PageRequest, found: Sequence[StuckKey]) -> list[dict[str, object]]:
