@@ -21,6 +21,7 @@ from millstream.redis_client.embedded_server import EmbeddedServer
 from tests.support import servers, waiting
 from tests.support.java import start_java_quickly
 from tests.support.processes_left_behind import RunGuardian
+from tests.support.quick_programs import end_template
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -125,6 +126,7 @@ def pytest_report_header() -> str:
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Look for processes that the tests left behind."""
+    end_template()
     if guardian := session.config.stash.get(guardian_key, None):
         interrupted = session.exitstatus == pytest.ExitCode.INTERRUPTED
         left = guardian.end(grace_s=0 if interrupted else waiting.FAIL_SAFE_S / 6)

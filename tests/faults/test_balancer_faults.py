@@ -22,8 +22,8 @@ from millstream.redis_client.key_names import ServiceKeys
 from millstream.redis_client.pipelining import server_time_ms
 from millstream.testing.proxy import Proxy
 from tests.support.apps.lease_owner import REFUSED, SERVICE, WRITES
-from tests.support.drivers import APPS
 from tests.support.fields import text_fields
+from tests.support.quick_programs import Program
 from tests.support.waiting import FAIL_SAFE_S, eventually
 from tests.support.worker_processes import PrintFigures
 
@@ -31,6 +31,7 @@ SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
 pytestmark = [pytest.mark.balancer, pytest.mark.faults]
 
 STREAMS = 2_000 if SOAK else 120
+ROOT = Path(__file__).parents[2]
 LEASE_MS = 1_500
 MEDIUM_MS = 4_000
 """Where the lease of one owner is to end, and no other although the machine is slow."""
@@ -66,9 +67,18 @@ def owning(
     client: Client, folder: Path, name: str, url: str | None = None, *, moves: float = 1.0, lease_ms: int = LEASE_MS
 ) -> Iterator[Owner]:
     """A process that takes part as `name`, by way of `url`; `moves` and `lease_ms` as of BalancerPolicy."""
-    command = [sys.executable, f"{APPS}/lease_owner.py", url or client.url, client.url, name, str(lease_ms), str(moves)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.support.apps.lease_owner",
+        url or client.url,
+        client.url,
+        name,
+        str(lease_ms),
+        str(moves),
+    ]
     with (folder / f"{name}.log").open("ab") as log:
-        owner = Owner(name, subprocess.Popen(command, stderr=log))
+        owner = Owner(name, Program(command, stderr=log, cwd=ROOT))
     try:
         yield owner
     finally:

@@ -15,6 +15,7 @@ import pytest
 from millstream.handlers.sql_inbox import Inbox
 from tests.support.apps.inbox_consumer import POINTS, Payment, Plan
 from tests.support.databases import Database, postgres_server
+from tests.support.quick_programs import Program
 
 ROOT = Path(__file__).parents[2]
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
@@ -79,7 +80,7 @@ def booked(database: Database) -> dict[str, list[tuple[str, int]]]:
 def start(plan: Plan) -> "subprocess.Popen[bytes]":
     file = Path(f"{plan.acks}.plan")
     file.write_bytes(msgspec.json.encode(plan))
-    return subprocess.Popen([sys.executable, "-m", "tests.support.apps.inbox_consumer", str(file)], cwd=ROOT)
+    return Program([sys.executable, "-m", "tests.support.apps.inbox_consumer", str(file)], cwd=ROOT)
 
 
 def acknowledged(plan: Plan) -> int:

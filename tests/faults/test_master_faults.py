@@ -32,6 +32,7 @@ from tests.support.masters import (
     publish,
 )
 from tests.support.processes import end
+from tests.support.quick_programs import Program
 from tests.support.requirements import skip_without
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
@@ -79,7 +80,7 @@ class RunningWorkers:
             },
         )
         command = [*PROGRAM, "consumer", function, "--url", self._url, "--poll", "5ms", *options]
-        self.processes[name] = subprocess.Popen(command, env=environ)
+        self.processes[name] = Program(command, env=environ)
 
     def javascript(self, name: str, port: int, work_ms: int = 5) -> None:
         """Start the consumer in JavaScript."""

@@ -16,6 +16,7 @@ from typing import IO, Any
 from typer.testing import CliRunner
 
 from millstream.cli.main import main
+from tests.support.quick_programs import Program
 from tests.support.waiting import FAIL_SAFE_S
 
 PROGRAM = (sys.executable, "-m", "millstream.cli.main")
@@ -48,15 +49,11 @@ def call(*args: str, url: str | None = None, stdin: bytes = b"") -> Outcome:
 
 def run(*args: str, url: str | None = None, stdin: bytes = b"", env: Mapping[str, str] | None = None) -> Outcome:
     """Run `millstream ARGS` as a process, to its end."""
-    done = subprocess.run(
-        [*PROGRAM, *args],
-        input=stdin,
-        env=environment(url, env),
-        capture_output=True,
-        timeout=FAIL_SAFE_S,
-        check=False,
-    )
-    return Outcome(code=done.returncode, out=done.stdout.decode(), err=done.stderr.decode())
+    with start(*args, url=url, env=env, stdin=subprocess.PIPE) as process:
+        try:
+            return ended(process, stdin)
+        finally:
+            process.kill()
 
 
 def start(
@@ -67,9 +64,7 @@ def start(
     stderr: int | IO[bytes] | None = subprocess.PIPE,
 ) -> subprocess.Popen[bytes]:
     """Start `millstream ARGS` as a process; the caller ends it. Without a `stderr` it has that of this process."""
-    return subprocess.Popen(
-        [*PROGRAM, *args], env=environment(url, env), stdin=stdin, stdout=subprocess.PIPE, stderr=stderr
-    )
+    return Program([*PROGRAM, *args], env=environment(url, env), stdin=stdin, stdout=subprocess.PIPE, stderr=stderr)
 
 
 @contextmanager

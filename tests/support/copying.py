@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.support.processes import kill_with_descendants
+from tests.support.quick_programs import Program
 from tests.support.waiting import FAIL_SAFE_S
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +30,7 @@ class Copying:
         arguments = [self._url, str(self._folder / "checkpoint"), master, str(rows)]
         paths = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
         with (self._folder / "stderr.log").open("ab") as errors:
-            process = subprocess.Popen(
+            process: subprocess.Popen[bytes] = Program(
                 [sys.executable, "-m", "tests.support.apps.sink_driver", *arguments],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "MILLSTREAM_TEST_ARM": str(self._folder)},
                 stderr=errors,

@@ -13,6 +13,7 @@ import psutil
 from tests.support.commandline import PROGRAM
 from tests.support.json_reference import check_events
 from tests.support.processes import await_end, descendants
+from tests.support.quick_programs import Program
 from tests.support.waiting import FAIL_SAFE_S
 
 APPS = Path(__file__).parent / "apps"
@@ -44,7 +45,7 @@ class Driver:
         """Start the process, with further options; its stderr goes to a file in the folder."""
         self.starts += 1
         with (self.folder / "stderr.log").open("a") as errors:
-            self._process = subprocess.Popen(
+            self._process = Program(
                 [*self._command, *options],
                 stdout=subprocess.PIPE,
                 stderr=errors,

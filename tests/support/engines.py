@@ -1,6 +1,5 @@
 """Both engines as in production, for the contract suite."""
 
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ from millstream import App
 from millstream.spark.run.supervisor import RunSettings, Supervisor
 from tests.support.commandline import PROGRAM
 from tests.support.pipelines import in_background
+from tests.support.quick_programs import Program
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +30,7 @@ class WorkerEngine:
         for name in app.handlers:
             command += ["--only", name]
         log = self.folder / "worker.log"
-        with log.open("a") as out, subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out) as process:
+        with log.open("a") as out, Program(command, cwd=ROOT, stdout=out, stderr=out) as process:
 
             def is_over() -> bool:
                 if until():

@@ -25,6 +25,7 @@ from tests.support.commandline import PROGRAM
 from tests.support.drivers import APPS
 from tests.support.fields import text_fields
 from tests.support.processes import await_end, end, lives
+from tests.support.quick_programs import Program
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 _PUBLISHED_AT_ONCE = 500
@@ -59,7 +60,7 @@ class RunningWorkers:
     def start(self) -> Self:
         """Start the supervisor, which starts the workers."""
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
+            self._process = Program(
                 self._command,
                 stdout=subprocess.PIPE,
                 stderr=log,

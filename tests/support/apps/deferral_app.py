@@ -21,6 +21,7 @@ from millstream.spark.engine import run_committer, run_loader, task
 app = App("bank")
 
 ARM = Path(os.environ["MILLSTREAM_TEST_ARM"])
+DRIVER = int(os.environ.setdefault("MILLSTREAM_TEST_DRIVER", str(os.getpid())))  # it loads the app before its tasks do
 _runs_deferred = False
 
 
@@ -30,7 +31,7 @@ def reach(point: str) -> None:
     if not armed.exists():
         return
     me = psutil.Process()
-    drivers = [process for process in (*me.parents(), me) if "millstream.cli.main" in process.cmdline()]
+    drivers = [process for process in (*me.parents(), me) if process.pid == DRIVER]
     if not drivers:
         return  # a task that has outlived its driver
     if armed.read_text() == "process":

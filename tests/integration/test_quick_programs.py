@@ -1,0 +1,98 @@
+"""What tests start as forks of a template is what Python itself would start."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.quick_programs import Program
+from tests.support.waiting import FAIL_SAFE_S
+
+pytestmark = pytest.mark.cli
+
+ABOUT = """
+import atexit, json, os, signal, sys, threading, time
+about = {
+    "arguments": sys.argv,
+    "name": __name__,
+    "folder": os.getcwd(),
+    "environment": dict(os.environ),
+    "path": sys.path,
+    "parent": os.getppid(),
+    "group": os.getpgid(0),
+    "signals": {number.name: str(signal.getsignal(number)).split(" at ")[0] for number in signal.Signals},
+    "descriptors": [int(name) for name in os.listdir("/proc/self/fd")][:-1],
+    "streams": [
+        [one.encoding, one.errors, one.mode, one.line_buffering, one.write_through, one.isatty(), one is original]
+        for one, original in zip((sys.stdin, sys.stdout, sys.stderr), (sys.__stdin__, sys.__stdout__, sys.__stderr__))
+    ],
+    "given": sys.stdin.read(),
+}
+print(json.dumps(about))
+print("an error", file=sys.stderr)
+atexit.register(print, "at exit")
+threading.Thread(target=lambda: (time.sleep(0.01), print("a thread ends"))).start()
+"""
+ENDS = {
+    "pass": 0,
+    "import sys; sys.exit(7)": 7,
+    "import sys; sys.exit('a text')": 1,
+    "1 / 0": 1,
+    "import os, signal; os.kill(os.getpid(), signal.SIGKILL)": -signal.SIGKILL,
+    "import os, signal; os.kill(os.getpid(), signal.SIGTERM)": -signal.SIGTERM,
+    "raise KeyboardInterrupt": -signal.SIGINT,
+}
+"""Programs, and how Python says that they ended."""
+
+Start = Callable[..., "subprocess.Popen[str]"]
+STARTS: tuple[Start, ...] = (subprocess.Popen, Program)
+
+
+def module(folder: Path, program: str) -> dict[str, str]:
+    """The environment in which `program` is the module `about`."""
+    (folder / "about.py").write_text(program)
+    return {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", "ONLY": "here"}
+
+
+def test_it_has_the_arguments_the_folder_the_pipes_the_signals_and_the_environment_that_python_has(
+    tmp_path: Path,
+) -> None:
+    environment = module(tmp_path, ABOUT)
+    command = [sys.executable, "-m", "about", "an argument", "--option"]
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    seen = []
+    for start in STARTS:
+        with start(command, env=environment, cwd=tmp_path, text=True, **pipes) as process:
+            seen.append((*process.communicate("a text", FAIL_SAFE_S), process.returncode))
+    whole, quick = seen
+    assert json.loads(quick[0].splitlines()[0]) == json.loads(whole[0].splitlines()[0])
+    assert quick[0].splitlines()[1:] == whole[0].splitlines()[1:] == ["a thread ends", "at exit"]
+    assert quick[1:] == whole[1:] == ("an error\n", 0)
+
+
+@pytest.mark.parametrize("program", ENDS)
+def test_it_ends_as_python_ends(program: str, tmp_path: Path) -> None:
+    environment = module(tmp_path, program)
+    codes = []
+    for start in STARTS:
+        with start([sys.executable, "-m", "about"], env=environment, stderr=subprocess.DEVNULL, text=True) as process:
+            codes.append(process.wait(FAIL_SAFE_S))
+    assert codes == [ENDS[program], ENDS[program]]
+
+
+def test_it_is_frozen_and_killed_as_any_child(tmp_path: Path) -> None:
+    environment = module(tmp_path, "import sys; print('here', flush=True); sys.stdin.read()")
+    command = [sys.executable, "-m", "about"]
+    with Program(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "here\n"
+        process.send_signal(signal.SIGSTOP)
+        assert os.waitpid(process.pid, os.WUNTRACED) == (process.pid, signal.SIGSTOP << 8 | 0x7F)
+        process.kill()
+        assert process.wait(FAIL_SAFE_S) == -signal.SIGKILL
