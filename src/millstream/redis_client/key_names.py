@@ -176,6 +176,13 @@ def running_code_key(app: str, handler: str) -> str:
     return worker_name_key(app, f":code:{handler}")
 
 
+def run_times_key(app: str, handler: str) -> str:
+    """Sorted set, with a time to live: how long runs of a handler took on each worker of late, until when. No worker can
+    have this name.
+    """
+    return worker_name_key(app, f":runs:{handler}")
+
+
 def query_progress_key(app: str, query: str) -> str:
     """String, with a time to live: the last micro-batch of a query on Spark (msgpack). No worker can have this name."""
     return worker_name_key(app, f":progress:{query}")

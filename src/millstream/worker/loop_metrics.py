@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import get_args
 
@@ -37,6 +37,8 @@ _GAUGES = (m.IN_FLIGHT, m.IN_FLIGHT_BYTES, m.QUEUED, m.RUNNING, m.LONGEST_RUN, m
 logger = logging.getLogger(__name__)
 
 _WARN_EVERY_MS = 600_000.0
+_RUN_TIMES_KEPT = 2_000
+"""Enough for a p99; more of them would say the same."""
 _REDIS_ERRORS = (Unavailable, OutOfMemory)
 
 
@@ -52,6 +54,7 @@ class LoopMetrics:
     ):
         self.read = self.claimed = self.committed = self.dead = 0
         self.retried = self.refused = self.released = self.trimmed = self.parked = 0
+        self._run_times_ms = deque[float](maxlen=_RUN_TIMES_KEPT)
         self._is_poll_wanted = self._at_budget = self._waits_for_rate = False
         self._full_warning = Every(_WARN_EVERY_MS)
         self._handler = handler
@@ -130,9 +133,15 @@ class LoopMetrics:
             self._metrics.count(m.CLAIMED, count, handler=self._handler)
 
     def observe_run_times(self, took_ms: Sequence[float]) -> None:
-        """Observe how long the handler ran, on each of some messages."""
+        """Observe how long the handler ran, on each of some messages; of all messages if there is a metrics backend."""
+        self._run_times_ms.extend(took_ms)
         if self._metrics is not NO_METRICS:
             self._metrics.observe_all(m.HANDLER_SECONDS, [ms / 1000 for ms in took_ms], handler=self._handler)
+
+    def take_run_times(self) -> list[float]:
+        """Return how long runs took that were observed since the last call, in milliseconds; only the last thousands."""
+        taken, self._run_times_ms = self._run_times_ms, deque(maxlen=_RUN_TIMES_KEPT)
+        return list(taken)
 
     def count_retried(self, count: int) -> None:
         """Count failed runs that will be repeated."""

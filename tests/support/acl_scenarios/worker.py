@@ -15,6 +15,7 @@ from millstream.delivery.delayed_messages import DelayedMessages
 from millstream.delivery.keyed_stream import KeyedStream, KeyLease, LeaseRelease, queue_of_key
 from millstream.delivery.permits import Permits
 from millstream.delivery.reliable_stream import ReliableStream, remove_consumers
+from millstream.delivery.run_times import report_run_times
 from millstream.errors import ConfigError
 from millstream.handlers.dead_letter import DeadLetter
 from millstream.handlers.encoding import pack_output
@@ -34,7 +35,7 @@ from millstream.worker.schedule_loop import ScheduleLoop
 from millstream.worker.static_membership import StaticMembership
 from tests.support.clocks import ManualClock
 from tests.support.partition_fixtures import BASE, Publisher, Worker, growth_killed_after, moved_key
-from tests.support.running_codes import CODE
+from tests.support.running_codes import CODE, RUNS
 from tests.support.waiting import eventually
 
 KEYS = HandlerKeys("shop", "bill", "orders")
@@ -70,6 +71,8 @@ def work(url: str, admin: Client) -> None:
         warn_of_data_loss(client)
         names = StaticMembership(client, "shop", "w", handlers={"bill": CODE})
         names.acquire(1)
+        report_run_times(client, "shop", "bill", RUNS)
+        report_run_times(client, "shop", "bill", None, earlier=RUNS)
         names.record_end("t-1", ProcessEnd(died=True, cause=""))
         names.release()
         admin.execute(

@@ -8,7 +8,7 @@ from markupsafe import Markup
 
 from millstream.admin.findings import quoted
 from millstream.redis_client.escaping import escape, escape_lines
-from millstream.redis_client.formats import format_age, format_time
+from millstream.redis_client.formats import format_age, format_count, format_run_time, format_time
 
 
 def render(template: str, **values: Any) -> str:
@@ -32,6 +32,8 @@ def _templates() -> Environment:
         "name": escape,
         "number": _number,
         "quoted": quoted,
+        "rate": format_count,
+        "run_time": format_run_time,
         "time": lambda ms: "-" if ms is None else format_time(ms) or "-",
     }
     return found

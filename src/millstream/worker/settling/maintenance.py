@@ -16,6 +16,7 @@ from millstream.worker.context import WorkerContext
 from millstream.worker.policy import TIME_LIMIT_GRACE_MS
 from millstream.worker.settling.hang_detector import HangDetector
 from millstream.worker.settling.repeated_warnings import RepeatedWarnings
+from millstream.worker.settling.run_time_report import RunTimeReport
 from millstream.worker.stream_exclusion import exclude_on_error
 
 logger = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ class Maintenance(Generic[S]):
         self._policy = context.policy
         self._hang_detector = HangDetector(context.handler, context.consumer, context.traceback_of_run)
         self._warnings = RepeatedWarnings(logger, context)
+        self._run_times = RunTimeReport(context)
         self._renew_due_ms = 0.0
         self._committed_at_checkpoint = -1
         self._changed = ChangedStreams(self._context.client, self._clock, lambda name: (context.keys_of(name).meta,))
@@ -92,6 +94,7 @@ class Maintenance(Generic[S]):
                 except Unavailable as error:
                     self.reread_pending.set()
                     logger.debug("maintenance failed, Redis is unavailable: %s; retrying", error)
+        self._run_times.end()
 
     def _claim_until(self, due_ms: float, stopping: threading.Event) -> None:
         while self._renewer.claim_idle() and self._clock.monotonic_ms() < due_ms and not stopping.wait(_SOON_S):
@@ -254,3 +257,4 @@ class Maintenance(Generic[S]):
         self._context.steps.failures.report_omitted()
         runs, ended = self._hang_detector.due_reports(self._clock.monotonic_ms())
         report_long_runs(self._context.client, self._context.handler.app, runs, ended)
+        self._run_times.report_if_due()

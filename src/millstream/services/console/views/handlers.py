@@ -7,6 +7,7 @@ from starlette.responses import Response
 from millstream.admin.handler_details import read_handler
 from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.rate_override import format_rate, parse_rate
+from millstream.delivery.run_times import read_run_times
 from millstream.delivery.running_code import read_code
 from millstream.redis_client.formats import pluralize
 from millstream.services.console.pages import PageRequest
@@ -19,6 +20,7 @@ def handler(page: PageRequest) -> Response:
     name = page.wanted("name")
     places = page.places_of(name)
     found = read_handler(page.client, places, most_keys=100 if page.may("payloads") else 0)
+    asked = places[0].app, places[0].handler
     pauses = {one.pause for one in found.reports if one.pause}
     return page.render(
         "handler.html",
@@ -26,7 +28,8 @@ def handler(page: PageRequest) -> Response:
         found=found,
         stuck=rows_of(page, found.stuck.found),
         shown=history_of(page, name),
-        codes=read_code(page.client, [(places[0].app, places[0].handler)])[places[0].app, places[0].handler],
+        codes=read_code(page.client, [asked])[asked],
+        run_times=read_run_times(page.client, [asked])[asked],
         rates=sorted(Counter(one.rate_override.source for one in found.reports if one.rate_override).items()),
         format_rate=format_rate,
         pauses=[page.display.text(one.reason) if page.may("payloads") else f"paused by {one.by}" for one in pauses],

@@ -1,0 +1,55 @@
+"""RunTimes: how long the runs of a handler took of late, reported by each worker so that operators see it."""
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from millstream.delivery.expiring_members import hold_members, read_members
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import run_times_key
+from millstream.redis_client.pipelining import server_time_ms
+
+HELD_MS = 60_000
+"""How long a report is kept, unless a later one replaces it."""
+
+
+class RunTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """The runs of a handler that ended on one worker within `over_ms` milliseconds.
+
+    * `worker`: its consumer
+    * `committed`, `retried`: messages that were committed, and failed runs that will be repeated
+    * `p50_ms`, `p99_ms`, `longest_ms`: how long a run took, in milliseconds, by the last runs of the time; with many
+      runs by a sample of them
+    """
+
+    worker: str
+    over_ms: int
+    committed: int
+    retried: int
+    p50_ms: float
+    p99_ms: float
+    longest_ms: float
+
+
+def report_run_times(
+    client: Client, app: str, handler: str, found: RunTimes | None, *, earlier: RunTimes | None = None
+) -> None:
+    """Replace the report of a worker, if it has one: `earlier`. Without `found` it is removed. Raises RedisError."""
+    key = run_times_key(app, handler)
+    for held_ms, one in ((0, earlier), (HELD_MS, found)):
+        if one is not None:
+            hold_members(client, held_ms, {key: (one,)})
+
+
+def read_run_times(client: Client, handlers: Iterable[tuple[str, str]]) -> dict[tuple[str, str], Sequence[RunTimes]]:
+    """The run times of each handler, by app and name, one for each worker on which runs ended of late.
+
+    () for one that this user may not read. Raises RedisError.
+    """
+    asked = list(handlers)
+    found = read_members(client, [run_times_key(*one) for one in asked], RunTimes, server_time_ms(client))
+    return {
+        # A worker that could not remove its earlier report has two: the one that is kept longer is the later one.
+        handler: sorted({one.worker: one for one, _ in some}.values(), key=lambda one: one.worker)
+        for handler, some in zip(asked, found, strict=True)
+    }
