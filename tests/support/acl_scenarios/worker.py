@@ -71,8 +71,6 @@ def work(url: str, admin: Client) -> None:
         warn_of_data_loss(client)
         names = StaticMembership(client, "shop", "w", handlers={"bill": CODE})
         names.acquire(1)
-        report_run_times(client, "shop", "bill", RUNS)
-        report_run_times(client, "shop", "bill", None, earlier=RUNS)
         names.record_end("t-1", ProcessEnd(died=True, cause=""))
         names.release()
         admin.execute(
@@ -121,15 +119,17 @@ def work(url: str, admin: Client) -> None:
         taken_over.join()
         assert beyond not in [one.id for one in taken_over.fetch(count=100)]
         taken_over.trim()
-        read_figures(client)
+        report_and_read_figures(client)
         move_a_delayed_message(client, admin)
         publish_a_firing(client)
         work_by_keys(client, admin)
         work_on_partitions(client, admin)
 
 
-def read_figures(client: Client) -> None:
-    """What its supervisor reads for its metrics."""
+def report_and_read_figures(client: Client) -> None:
+    """What a worker reports for operators, and its supervisor reads for its metrics."""
+    report_run_times(client, "shop", "bill", RUNS)
+    report_run_times(client, "shop", "bill", None, earlier=RUNS)
     add_figures(client, [KEYS], HandlerFigures(), SYSTEM_CLOCK)
 
 
@@ -173,7 +173,7 @@ def work_by_keys(client: Client, admin: Client) -> None:
     again.join()
     assert again.recover_leases([], run=10)[0] == 1
     lease = lease_one(again)
-    read_figures(client)
+    report_and_read_figures(client)
     admin.execute("ZADD", KEYS.leases, 1, lease.queue)
     admin.execute("XDEL", "orders", lease.queued[0].id)
     lease_one(again)
