@@ -32,12 +32,16 @@ class Form:
     command: str
     reads_only: bool = False
 
-    def send(self, browser: Browser, path: str) -> Page:
-        """Fill the form in and send it to `path`, and answer its question if it asks one."""
+    def open(self, browser: Browser) -> Page:
+        """The page that has the form."""
         page = browser.get(self.page)
         for beginning in self.then:
             page = browser.get(next(one for one in page.links if one.startswith(beginning)))
-        answer = browser.send(page, path, **self.fields)
+        return page
+
+    def send(self, browser: Browser, path: str) -> Page:
+        """Fill the form in and send it to `path`, and answer its question if it asks one."""
+        answer = browser.send(self.open(browser), path, **self.fields)
         if "Yes, do it" not in answer.text:
             return answer
         return browser.send(answer, path, **({"confirm": self.typed} if self.typed else {}))

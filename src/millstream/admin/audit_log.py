@@ -17,6 +17,7 @@ from millstream.redis_client.replies import mapping_of
 
 _MOST_RECORDS = 200_000  # two for each action
 _UNKNOWN = "unknown, it may have been done"
+_NOTHING_BEFORE = "0-0"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +110,8 @@ class AuditLog:
         `since_ms`: only those that began at this time or later, in Unix milliseconds.
         """
         found: list[AuditRecord] = []
+        if before == _NOTHING_BEFORE:  # Redis refuses an interval that ends there
+            return found
         results: dict[str, str] = {}
         end = "+" if before == "+" else f"({before}"
         for record_id, fields in self._newest_first(end, str(since_ms)):
