@@ -130,6 +130,11 @@ def report_and_read_figures(client: Client) -> None:
     """What a worker reports for operators, and its supervisor reads for its metrics."""
     report_run_times(client, "shop", "bill", RUNS)
     report_run_times(client, "shop", "bill", None, earlier=RUNS)
+    read_figures(client)
+
+
+def read_figures(client: Client) -> None:
+    """What a supervisor reads for its metrics."""
     add_figures(client, [KEYS], HandlerFigures(), SYSTEM_CLOCK)
 
 
