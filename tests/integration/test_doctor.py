@@ -388,6 +388,7 @@ def test_dead_letters_parked_keys_and_pauses_are_found_with_their_commands(clien
     fill(client, 3)
     with working(client, make(refuse)):
         eventually(lambda: client.execute("XLEN", KEYS.dead_letters) == 3)
+    oldest = client.execute("XRANGE", KEYS.dead_letters, "-", "+", "COUNT", 1)[0][0]
     client.execute("HSET", KEYS.parked, b"kA", "1 why")
     CommitStore(client, app="app", handler="handle").set_paused(["in"], paused=True)
     diagnosis = diagnose(client, app="app")
@@ -397,6 +398,7 @@ def test_dead_letters_parked_keys_and_pauses_are_found_with_their_commands(clien
         "app.handle: 1 parked key",
         "app.handle: paused on in",
     ]
+    assert texts["dead-letters"].since_ms == int(oldest.partition(b"-")[0])
     assert [one.mend[0] for one in texts.values()] == [
         "millstream dlq list app.handle",
         "millstream key list app.handle",

@@ -12,6 +12,7 @@ from itertools import chain, islice
 from millstream.admin.delayed_streams import first_due_ms
 from millstream.admin.findings import Finding, quoted, start_command
 from millstream.admin.inspection import inspect
+from millstream.admin.lag import COUNT_ENTRIES
 from millstream.admin.reports import GroupReport, HandlerReport, Inspection, StreamReport
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.delivery.commit_store import FORMAT
@@ -41,6 +42,7 @@ class Data:
     * `idle`: pending entries that were idle for `old_ms`, on streams with a live worker
     * `damage`: why the keys of a handler on a stream are unreadable that its report does not look at
     * `due_ms`: when the first delayed message of each stream that has some is due, in Unix milliseconds
+    * `letters_since_ms`: when the oldest dead letter of a handler was written, by its label, in Unix milliseconds
     * `known`: names of the handlers in the app's file, by app; {} if no file was given
     * `cli`: the redis-cli command that reaches the streams
     """
@@ -50,6 +52,7 @@ class Data:
     idle: Mapping[tuple[str, str], int]
     damage: Mapping[HandlerKeys, str]
     due_ms: Mapping[str, int]
+    letters_since_ms: Mapping[str, int]
     old_ms: int
     known: Mapping[str, Collection[str]]
     cli: str
@@ -96,6 +99,7 @@ def read_data(
         due_ms=first_due_ms(
             client, sorted({one.name for one in found.streams} | {one.stream for one in found.handlers})
         ),
+        letters_since_ms=_oldest_letters_ms(client, found.handlers),
         old_ms=old_ms,
         known=known,
         cli=cli,
@@ -137,6 +141,18 @@ def _count_idle(client: Client, places: Sequence[tuple[str, str]], old_ms: int) 
         if not isinstance(reply, RedisError)
     }
     return {place: count for place, count in counts.items() if count}
+
+
+def _oldest_letters_ms(client: Client, handlers: Sequence[HandlerReport]) -> dict[str, int]:
+    """When the oldest dead letter of each handler was written, of some hundred that have any. Their ids tell it."""
+    some = [one for one in handlers if one.dead_letters][:_WATCHED]
+    calls = [(COUNT_ENTRIES, (to_wire(_keys(one).dead_letters),), ("0-0", 1, "+")) for one in some]
+    oldest: dict[str, int] = {}
+    for one, reply in zip(some, client.try_scripts(calls), strict=True):
+        if not isinstance(reply, RedisError) and reply[1]:
+            written_ms = int(reply[1].partition(b"-")[0])
+            oldest[one.label] = min(written_ms, oldest.get(one.label, written_ms))
+    return oldest
 
 
 # --- The checks ---
@@ -353,6 +369,7 @@ def check_dead_letters(data: Data) -> Iterator[Finding]:
                 handler=label,
                 severity="warning",
                 what=f"{label}: {pluralize(count, 'dead letter')}",
+                since_ms=data.letters_since_ms.get(label),
                 why="these messages were not processed, and stay in Redis until they are redriven or purged",
                 mend=(f"millstream dlq list {label}", f"millstream dlq redrive {label}"),
             )

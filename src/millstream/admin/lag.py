@@ -13,7 +13,7 @@ from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import to_wire
 from millstream.redis_client.scripts import Script
 
-_COUNT_ENTRIES = Script("groups/count_entries")
+COUNT_ENTRIES = Script("groups/count_entries")
 _COUNT_CHUNK = 1_000
 _PIPELINE = 1_000
 
@@ -60,7 +60,7 @@ def count_lags(client: Client, lags: Sequence[StreamLag], budget_ms: float, cloc
         for start in range(0, len(unfinished), _PIPELINE):
             some = unfinished[start : start + _PIPELINE]
             replies = client.scripts(
-                [(_COUNT_ENTRIES, (to_wire(lag.stream),), (at[id(lag)], _COUNT_CHUNK, lag.last_id)) for lag in some]
+                [(COUNT_ENTRIES, (to_wire(lag.stream),), (at[id(lag)], _COUNT_CHUNK, lag.last_id)) for lag in some]
             )
             for lag, (counted, first, last, more) in zip(some, replies, strict=True):
                 lag.count = (lag.count or 0) + counted
