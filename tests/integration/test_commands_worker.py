@@ -128,7 +128,7 @@ def test_a_process_that_dies_is_restarted_under_its_name_and_continues(client: C
 
 
 def test_a_process_that_is_started_while_its_supervisor_dies_ends_quietly() -> None:
-    command = (sys.executable, "-m", "millstream.cli.worker_child", "till-0")
+    command = (sys.executable, "-m", "millstream.cli.child", "worker_child", "till-0")
     found = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=FAIL_SAFE_S)
     assert (found.returncode, found.stdout, found.stderr) == (STUCK_CODE, b"", b"")
 

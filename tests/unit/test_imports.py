@@ -45,6 +45,48 @@ def test_a_module_imports_nothing_that_only_other_modules_need(module: str, with
     assert found.stdout.split() == []
 
 
+_COUNTED = """
+import gc, sys
+from millstream.cli.{module} import main
+unfrozen = []
+gc.callbacks.append(lambda phase, info: unfrozen.append(gc.get_freeze_count() == 0))
+sys.argv[1:] = {arguments}
+try: main()
+except SystemExit: pass
+print(sum(unfrozen), gc.isenabled(), gc.get_freeze_count() > 0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "enabled_after"),
+    [
+        ("main", ["info", "--help"], True),
+        ("child", ["replay_child"], False),  # it ends at once: it has no job
+    ],
+)
+def test_a_process_collects_no_garbage_until_its_modules_are_imported_and_frozen(
+    module: str, arguments: list[str], enabled_after: bool
+) -> None:
+    code = _COUNTED.format(module=module, arguments=arguments)
+    found = subprocess.run(
+        [sys.executable, "-c", code], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.splitlines()[-1] == f"0 {enabled_after} {enabled_after}"
+
+
+def test_a_worker_process_collects_garbage_again_before_it_runs_handlers() -> None:
+    code = """
+import gc
+from millstream.cli.held_gc import hold_gc
+from millstream.worker.process.worker_process import tune_gc
+hold_gc()
+tune_gc()
+print(gc.isenabled(), gc.get_freeze_count() > 0)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "True True\n"
+
+
 def test_metrics_of_redis_py_itself_can_still_be_switched_on() -> None:
     code = """
 import millstream.redis_client.client

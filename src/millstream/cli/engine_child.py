@@ -33,7 +33,3 @@ def _stop_with(parent: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_ORPHAN_END_S)
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-if __name__ == "__main__":
-    main()

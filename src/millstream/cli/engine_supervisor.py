@@ -161,7 +161,7 @@ class EngineSupervisor:
 
     def _start_child(self) -> None:
         # -P: the process finds modules where this one does, and not first in the working folder.
-        program = (sys.executable, "-P", "-m", "millstream.cli.engine_child", *self._arguments(self._engine))
+        program = (sys.executable, "-P", "-m", "millstream.cli.child", "engine_child", *self._arguments(self._engine))
         self._started_ms = self._clock.monotonic_ms()
         # A session of its own: Ctrl-C reaches this process alone, which stops the child in order.
         try:

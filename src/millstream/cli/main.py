@@ -19,6 +19,7 @@ from typer.main import get_command
 
 from millstream import __version__
 from millstream.cli.config_file import add_settings
+from millstream.cli.held_gc import hold_gc, release_gc
 from millstream.cli.log_options import COMMANDS as LOGGING_COMMANDS
 from millstream.cli.log_options import add_log_options
 from millstream.cli.log_output import LogSettings, start_logging
@@ -201,7 +202,9 @@ class _CommandGroup(TyperGroup):
         if args[0] in _OTHER_WORDS and not ctx.resilient_parsing:
             ctx.fail(f"No such command {args[0]!r}. Did you mean 'millstream {_OTHER_WORDS[args[0]]}'?")
         name, found, rest = super().resolve_command(ctx, args)
-        return name, load_command(name) if found and name else found, rest
+        command = load_command(name) if found and name else found
+        release_gc()
+        return name, command, rest
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         with error_boundary(debug=False):  # the options before the command
@@ -264,6 +267,7 @@ class _Program(typer.Typer):
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         redact_uncaught_exceptions()
+        hold_gc()
         return get_command(self)(*args, **{"prog_name": _NAME, **options})
 
 

@@ -18,6 +18,7 @@ from typing import IO, Any, Literal, TypeVar
 import msgspec
 
 from millstream.app import load_app
+from millstream.cli.held_gc import release_gc
 from millstream.cli.log_output import LogSettings, finish_logging, start_logging
 from millstream.errors import ConfigError, DecodeError, MillstreamError
 from millstream.handlers.attempt import (
@@ -124,6 +125,7 @@ def main() -> None:
             write_frame(replies, HandlerFacts(error=str(error)))
             return
         finish_logging()
+        release_gc()
         write_frame(replies, _facts_of(handler))
         _answer(handler, job.key, replies)
 
@@ -203,7 +205,3 @@ def _reply_of(outcome: Outcome, before: bytes) -> AttemptReply:
             traceback=outcome.traceback,
         )
     return AttemptReply(result="retry", state=before, error=outcome.error)
-
-
-if __name__ == "__main__":
-    main()

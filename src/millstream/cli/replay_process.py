@@ -115,7 +115,7 @@ class ReplayProcess:
         reading, writing = os.pipe()
         self._process = subprocess.Popen(
             # -P: the process finds modules where this one does, and not first in the working folder.
-            (sys.executable, "-P", "-m", "millstream.cli.replay_child"),
+            (sys.executable, "-P", "-m", "millstream.cli.child", "replay_child"),
             stdin=subprocess.PIPE,
             stdout=_STDERR,
             env=self._env,

@@ -153,7 +153,7 @@ def _program(target: str, settings: WorkerSettings, reports: bool, launch: Launc
     )
     # -P: the process finds modules where this one does, and not first in the working folder.
     return Program(
-        arguments=(sys.executable, "-P", "-m", "millstream.cli.worker_child", launch.name),
+        arguments=(sys.executable, "-P", "-m", "millstream.cli.child", "worker_child", launch.name),
         first_line=msgspec.json.encode(job),
     )
 

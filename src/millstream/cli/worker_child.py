@@ -128,7 +128,3 @@ def _figure_writer(
             pipe.flush()
 
     return write
-
-
-if __name__ == "__main__":
-    main()
