@@ -29,6 +29,10 @@ LAZY = (
             ("millstream.router.router", "millstream.balancer", "millstream.partitions.key_migration", "pyspark"),
         ),
         ("millstream.cli.worker_child", ("millstream.groups.reader", "typer", "pydantic", "pyspark")),
+        (
+            "millstream.cli.replay_child",
+            ("redis", "millstream.delivery.reliable_stream", "typer", "pydantic", "pyspark"),
+        ),
         ("millstream.worker.process.heartbeat", ("millstream.worker.loop", "msgspec", "redis")),
         ("millstream.redis_client.client", ("opentelemetry.sdk",)),
         ("millstream.spark.source.provider", ("redis", "pyarrow", "numpy", "asyncio")),
@@ -43,6 +47,46 @@ def test_a_module_imports_nothing_that_only_other_modules_need(module: str, with
     code = f"import sys, {module}; print(*sorted({{*{(*HEAVY, *without)!r}}} & set(sys.modules)))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.split() == []
+
+
+DATACLASSES = {
+    # What users write in an app, or get in it
+    "handlers.dead_letter.DeadLetter",
+    "handlers.handler.Handler",
+    "handlers.key_timers.After",
+    "handlers.key_timers.Cancel",
+    "handlers.schedule.Schedule",
+    "handlers.stage.Input",
+    "handlers.stage.Rows",
+    "handlers.stage.Stage",
+    "model.Breaker",
+    "model.Limit",
+    "model.Message",
+    "model.Retry",
+    "worker.policy.WorkerPolicy",
+    # They leave a field out of their `repr` or their comparison, or they are imported where msgspec is not
+    "cli.log_output.LogSettings",
+    "cli.worker_child.WorkerJob",
+    "delivery.reliable_stream.Delivery",
+    "handlers.attempt.RetryLater",
+    "worker.context.WorkerContext",
+    "worker.process.worker_process.WorkerSettings",
+}
+
+
+def test_a_worker_and_its_supervisor_import_few_dataclasses_as_each_takes_as_long_as_twenty_structs() -> None:
+    code = """
+import dataclasses, sys
+import millstream.cli.worker
+found = {
+    f"{one.__module__}.{one.__qualname__}".removeprefix("millstream.")
+    for name, module in list(sys.modules.items()) if name.startswith("millstream.")
+    for one in vars(module).values() if isinstance(one, type) and dataclasses.is_dataclass(one)
+}
+print(*sorted(found))
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert set(found.stdout.split()) == DATACLASSES, "make it a msgspec.Struct"
 
 
 _COUNTED = """

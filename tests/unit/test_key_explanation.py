@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from millstream.admin.delayed_streams import DelayedStream
@@ -86,7 +87,9 @@ def report(
         "dead_letters": (),
         "now_ms": 100_000,
     }
-    return KeyReport(handler=replace(HANDLER, **(handler or {})), key=key, queue=queue, **(figures | others))
+    return KeyReport(
+        handler=msgspec.structs.replace(HANDLER, **(handler or {})), key=key, queue=queue, **(figures | others)
+    )
 
 
 @pytest.mark.parametrize(

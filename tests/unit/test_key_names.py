@@ -31,7 +31,7 @@ PACKAGE = ROOT / "src/millstream"
 SCRIPTS = PACKAGE / "redis_client/lua"
 CATALOGUE = PACKAGE / "redis_client/key_names.py"
 SERVICE_SCRIPTS = ("leases", "service_state")
-SECTIONS = {
+SECTIONS: dict[type, str] = {
     HandlerKeys: "A handler on a stream",
     StreamKeys: "A stream `S` itself",
     SinkKeys: "A sink",
@@ -90,7 +90,10 @@ def test_scripts_derive_only_keys_of_the_catalogue() -> None:
         seen[owner] |= suffixes_in_script(path.read_text())
     assert len(seen[HandlerKeys]) >= 12, "the expression finds the suffixes no more"
     assert len(seen[ServiceKeys]) >= 12, "the expression finds the suffixes no more"
-    known = {HandlerKeys: suffixes(HandlerKeys) | suffixes(StreamKeys), ServiceKeys: suffixes(ServiceKeys)}
+    known: dict[type, set[str]] = {
+        HandlerKeys: suffixes(HandlerKeys) | suffixes(StreamKeys),
+        ServiceKeys: suffixes(ServiceKeys),
+    }
     assert {owner.__name__: found - known[owner] for owner, found in seen.items() if found - known[owner]} == {}
 
 

@@ -2,8 +2,9 @@
 
 import shlex
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from millstream.admin.reports import Engine
 from millstream.errors import MillstreamError
@@ -13,8 +14,7 @@ Severity = Literal["problem", "warning", "ok"]
 """`problem`: messages, states or progress may be lost or do not go on; `warning`: something to know or to mend soon."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Finding:
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one check.
 
     * `check`: name of the check; `what`: the fact; `why`: what follows from it, "" if nothing does

@@ -1,7 +1,8 @@
 """Lag and live consumers of groups that are not handlers': those of stages, of queries (readAs=group), and others."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from millstream.admin.lag import age_ms, count_lags, estimate_lag
 from millstream.admin.liveness import StreamGroup, find_consumers, find_runs

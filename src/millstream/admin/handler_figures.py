@@ -3,8 +3,9 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import get_args
+
+import msgspec
 
 from millstream.admin.lag import StreamLag, age_ms, count_lags
 from millstream.clock import Clock
@@ -35,8 +36,7 @@ _MOST_LETTERS = 1_000
 _COUNT_MS = 50.0
 
 
-@dataclass(slots=True, kw_only=True)
-class HandlerFigures:
+class HandlerFigures(msgspec.Struct, kw_only=True):
     """The figures of one handler, summed up over the streams that were read.
 
     * `streams`, `paused`, `paused_by_breaker`: the number of its streams, and of those on which it is paused
@@ -60,18 +60,17 @@ class HandlerFigures:
     in_flight: int = 0
     unread: int = 0
     oldest_ms: int | None = None
-    dead_letters: Counter[str] = field(default_factory=Counter)
+    dead_letters: Counter[str] = msgspec.field(default_factory=Counter)
     delayed: int = 0
-    keys: Counter[str] = field(default_factory=Counter)
-    oldest_key_ms: dict[str, int] = field(default_factory=dict)
+    keys: Counter[str] = msgspec.field(default_factory=Counter)
+    oldest_key_ms: dict[str, int] = msgspec.field(default_factory=dict)
     look_ahead_used: float = 0.0
     awaiting: int = 0
     delivered: int = 0
     committed: int = 0
 
 
-@dataclass(slots=True)
-class _Place:
+class _Place(msgspec.Struct):
     """A handler on one stream, while its figures are read."""
 
     keys: HandlerKeys

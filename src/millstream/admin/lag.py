@@ -4,7 +4,8 @@ The lag that Redis itself reports is not used, as it is wrong after deletions.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from millstream.admin.reports import StreamReport
 from millstream.clock import Clock
@@ -18,8 +19,7 @@ _COUNT_CHUNK = 1_000
 _PIPELINE = 1_000
 
 
-@dataclass(slots=True)
-class StreamLag:
+class StreamLag(msgspec.Struct):
     """The number of entries of `stream` after `after_id`, up to `last_id`; if `is_partial`, `count` is a lower bound.
 
     `after_id` None: unknown. `first_id`: id of the first of these entries, or None. `last_id` "+": to the end.

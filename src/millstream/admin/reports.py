@@ -1,7 +1,8 @@
 """Reports of an inspection: streams, their groups, and handlers. No I/O."""
 
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from millstream.delivery.long_runs import LongRun
 from millstream.delivery.pause import Pause
@@ -11,8 +12,7 @@ from millstream.delivery.restarts import RecentRestarts
 Engine = Literal["workers", "spark"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class GroupReport:
+class GroupReport(msgspec.Struct, frozen=True, kw_only=True):
     """A consumer group.
 
     * `last_delivered_id`: last delivered id; `entries_read`: number of delivered entries, None if unknown to Redis
@@ -36,8 +36,7 @@ class GroupReport:
     shared: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class StreamReport:
+class StreamReport(msgspec.Struct, frozen=True, kw_only=True):
     """A stream: its length, first and last id (None if it is empty), the age of its oldest entry, its groups.
 
     `added`: number of entries ever added.
@@ -53,8 +52,7 @@ class StreamReport:
     groups: tuple[GroupReport, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class HandlerReport:
+class HandlerReport(msgspec.Struct, frozen=True, kw_only=True):
     """The progress of a handler on one stream.
 
     * `engine`: the engine that runs it, or ran it last; `keyed`: it has a key, as far as Redis shows
@@ -111,8 +109,7 @@ class HandlerReport:
         return f"{self.app}.{self.handler}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Inspection:
+class Inspection(msgspec.Struct, frozen=True, kw_only=True):
     """Streams, sorted by name, and handlers on them, sorted by handler.
 
     `restarts`: recent restarts of the apps' worker processes. `long_runs`: messages that workers have been running for

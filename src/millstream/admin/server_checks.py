@@ -6,7 +6,8 @@
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 from millstream.admin.findings import Finding, run_check
 from millstream.errors import AccessDenied, RedisError, Unavailable
@@ -37,8 +38,7 @@ _READ_BYTES = 64 * 2**20  # what a worker reads at once by default (--prefetch-m
 _START_TIMEOUT_MS = 3_000
 
 
-@dataclass(frozen=True, kw_only=True)
-class Server:
+class Server(msgspec.Struct, frozen=True, kw_only=True):
     """One primary, by its own replies.
 
     * `cli`: the redis-cli command that reaches it; `name`: its address where there are several primaries, else ""

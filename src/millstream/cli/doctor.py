@@ -2,10 +2,10 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
+from msgspec.structs import asdict
 
 from millstream.admin.doctor import Diagnosis, diagnose
 from millstream.admin.findings import Finding

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Annotated, Any, NoReturn
 
 import msgspec
@@ -112,7 +112,7 @@ def show(
     def print_one(snapshot: _Snapshot) -> None:
         if as_json:
             readers = [_row(one, snapshot.rates) for one in snapshot.readers]
-            found = asdict(snapshot.found) | {"long_runs": msgspec.to_builtins(snapshot.found.long_runs)}
+            found = msgspec.to_builtins(snapshot.found)
             print_json({"readers": readers, "problems": snapshot.problems, **found}, flush=True)
         else:
             for problem in snapshot.problems:
@@ -145,7 +145,7 @@ def _watch(
 
 
 def _row(reader: ReaderReport, rates: RatesByReader | None) -> dict[str, Any]:
-    row = asdict(reader)
+    row: dict[str, Any] = msgspec.to_builtins(reader)
     row["largest_lags"] = [{"stream": stream, "lag": lag} for stream, lag in reader.largest_lags]
     if rates is not None:
         rate = rates.get((reader.kind, reader.name))

@@ -2,10 +2,11 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import typer
+from msgspec.structs import asdict
 
 from millstream.admin.handler_names import find_handler, select_handlers, split_name
 from millstream.admin.inspection import existing_handlers

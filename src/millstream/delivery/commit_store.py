@@ -10,9 +10,10 @@ Both engines commit through this one module and its one script.
 import copy
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal
+
+import msgspec
 
 from millstream.delivery.effects import FAILED_SUFFIX, U, last_ids_of, split_bare
 from millstream.delivery.pause import Pause, parse_pause
@@ -73,8 +74,7 @@ def _id_or_none(text: bytes) -> EntryId | None:
     return EntryId.parse(text) if text else None
 
 
-@dataclass(frozen=True, slots=True)
-class CommittedPosition:
+class CommittedPosition(msgspec.Struct, frozen=True):
     """How far a stream is committed when a run begins, and how many of its entries are poison-pill suspects.
 
     Workers have committed all entries up to `takeover_offset` (the takeover offset), if there is one, except those that

@@ -7,7 +7,6 @@ atomic step by the server's clock, so any number of processes may do it, and eac
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -35,8 +34,7 @@ def _raise(error: MillstreamError) -> None:
     raise error
 
 
-@dataclass(frozen=True, kw_only=True)
-class DelayedMessage:
+class DelayedMessage(msgspec.Struct, frozen=True, kw_only=True):
     """A delayed message: the id that its publisher received, when it is due, and its names and values.
 
     `problem`: why it cannot be read as a message; it has no names and values then. None if it can.
@@ -49,8 +47,7 @@ class DelayedMessage:
     problem: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class MovedMessages:
+class MovedMessages(msgspec.Struct, frozen=True, kw_only=True):
     """The result of `move_due`, in all or on one stream.
 
     * `moved`: messages added to their streams

@@ -1,8 +1,9 @@
 """Effects: one commit unit: the state, outputs, dead letters and progress of a run of messages."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Literal, TypeVar
+
+import msgspec
 
 from millstream.handlers.key_timers import TimerChanges
 from millstream.model import EntryId
@@ -52,8 +53,7 @@ _TIMERS = "T"
 _SEQUENCE_DIGITS = 20
 
 
-@dataclass(slots=True)
-class Effects:
+class Effects(msgspec.Struct):
     """The effects of a run of messages of one key, of one unkeyed message or of a batch: committed whole or not at all.
 
     * `offset_field`, `expected_offset`: the offset field and the value that was loaded (b"" = none). For a key of a

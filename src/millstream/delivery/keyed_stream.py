@@ -8,7 +8,6 @@ token: M. Kleppmann, "How to do distributed locking", 2016.)
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -55,8 +54,7 @@ handler's limit or is parked; or its one entry moves to another queue.
 """
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class KeyLease(LeasedKey):
+class KeyLease(LeasedKey, eq=False, kw_only=True):
     """A worker's lease of one key queue of `stream`, as `lease_keys` returns it."""
 
     stream: "KeyedStream"

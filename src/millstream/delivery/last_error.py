@@ -1,7 +1,8 @@
 """LastError: why the last attempt on the first entry of a key queue failed, stored beside its number of attempts."""
 
 import re
-from dataclasses import dataclass
+
+import msgspec
 
 from millstream.handlers.attempt import Parked, RetryLater, traceback_of
 from millstream.model import Retry
@@ -12,8 +13,7 @@ _MAX_ERROR_BYTES, _MAX_TRACEBACK_BYTES = 300, 4_096
 _ATTEMPTS = re.compile(r"of (\d{1,9})(, then it blocks)?")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LastError:
+class LastError(msgspec.Struct, frozen=True, kw_only=True):
     """The error of an attempt, in one line, and its traceback; "" where there is none.
 
     * `attempts`: how many the retry policy grants; 0 if that is not known, or if none was made: the entry waits for

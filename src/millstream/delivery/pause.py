@@ -1,7 +1,6 @@
 """Pause: why a handler reads nothing new of a stream, as it is stored in Redis."""
 
 import time
-from dataclasses import asdict, dataclass
 from typing import Literal
 
 import msgspec
@@ -11,8 +10,7 @@ from millstream.model import Breaker
 from millstream.redis_client.formats import format_time
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pause:
+class Pause(msgspec.Struct, frozen=True, kw_only=True):
     """A pause of a handler on one stream.
 
     * `by`: an operator, or the handler's breaker; `at_ms`: since when, in Unix milliseconds, 0 if unknown
@@ -54,7 +52,7 @@ def pause_of(policy: Breaker, trip: Trip, worker: str) -> Pause:
     """Return the pause of a breaker that opens now."""
     now_ms = time.time_ns() // 1_000_000
     until_ms = None if policy.retry_after_s is None else now_ms + round(policy.retry_after_s * 1000)
-    return Pause(by="breaker", at_ms=now_ms, until_ms=until_ms, worker=worker, **asdict(trip))
+    return Pause(by="breaker", at_ms=now_ms, until_ms=until_ms, worker=worker, **msgspec.structs.asdict(trip))
 
 
 def parse_pause(stored: bytes | None, now_ms: float) -> Pause | None:

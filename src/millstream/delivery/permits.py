@@ -6,8 +6,9 @@ but without one. A permit that is not returned ends with the worker's lease, or 
 attempt.
 """
 
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from millstream.delivery.commit_store import CommitStore
 from millstream.errors import DecodeError
@@ -24,8 +25,7 @@ _GRACE_MS: Final = 60_000
 """How long after its time limit an attempt may still run: less than this, or its process is killed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Permits:
+class Permits(msgspec.Struct, frozen=True):
     """Takes and returns the permits of one limit; `hold_ms`: after so many milliseconds no run is left."""
 
     limit: Limit

@@ -2,7 +2,8 @@
 
 import math
 import re
-from dataclasses import dataclass
+
+import msgspec
 
 from millstream.errors import ConfigError
 from millstream.handlers.handler import BAD_RATE, is_rate
@@ -13,8 +14,7 @@ _WRITTEN = re.compile(r"([\d.e+-]+)(?:/(s|m|h|d))?")
 _UNITS_S = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 
 
-@dataclass(frozen=True, kw_only=True)
-class RateOverride:
+class RateOverride(msgspec.Struct, frozen=True, kw_only=True):
     """The rate of a handler on one stream that holds in place of the one in code.
 
     * `rate`: messages a second; `at_ms`: since when, in Unix milliseconds

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from itertools import count, islice
 from typing import ClassVar, Literal, TypeVar
 
+import msgspec
+
 from millstream.delivery.cancellation import Cancellation
 from millstream.delivery.commit_store import ENTRY_PREFIX, KEY_PREFIX, Checkpoint, CommitStore, WorkerKind
 from millstream.delivery.effects import ISOLATED_SUFFIX, Effects, U, crash_counts_of
@@ -101,8 +103,7 @@ class Delivery:
         return self.attempt > 1 or self.deliveries > 1 or self.has_waited
 
 
-@dataclass(slots=True, eq=False)
-class LeasedKey:
+class LeasedKey(msgspec.Struct, eq=False):
     """A worker's lease of one key queue.
 
     * `queue`: the queue's name: b"k" and the key, or b"i" and the id of an entry without a key
@@ -123,7 +124,7 @@ class LeasedKey:
     state: bytes
     expires_ms: float
     entries: Sequence[Delivery] = ()
-    queued: deque[Delivery] = field(default_factory=deque)
+    queued: deque[Delivery] = msgspec.field(default_factory=deque)
     in_flight_count: int = 0
     committed_state: bytes = b""
     last_run: Delivery | None = None

@@ -1,7 +1,6 @@
 """Restarts: which worker processes of an app ended unrequested within ten minutes, so that operators see it."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import msgspec
 
@@ -27,8 +26,7 @@ class Restart(msgspec.Struct, frozen=True, kw_only=True):
     cause: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecentRestarts:
+class RecentRestarts(msgspec.Struct, frozen=True, kw_only=True):
     """The restarts of an app within `KEPT_MS`: how many, and the worker, the cause and the age of the last."""
 
     app: str

@@ -1,8 +1,9 @@
 """PendingList: the entries of a group that are delivered and not acknowledged; inspects and claims them."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+import msgspec
 
 from millstream.errors import ConfigError
 from millstream.groups.entries import Batch, Id, execute_on, wire_id
@@ -14,8 +15,7 @@ _FIRST = b"0-0"
 _ASKED_AT_ONCE = 1_000
 
 
-@dataclass(frozen=True, slots=True)
-class PendingSummary:
+class PendingSummary(msgspec.Struct, frozen=True):
     """How many entries are pending, the lowest and the highest id of them, and how many each consumer holds."""
 
     count: int
@@ -40,8 +40,7 @@ class ClaimedIds(NamedTuple):
     gone: list[bytes]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ClaimOptions:
+class ClaimOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of a claim besides the consumer.
 
     * `idle_ms`: the idle time; None = 0

@@ -13,6 +13,8 @@ from pathlib import PurePath
 from types import TracebackType
 from typing import Any
 
+import msgspec
+
 from millstream.errors import DecodeError, MissingKey, OutputError, Reject, text_of
 from millstream.handlers.dead_letter import DeadLetter, Reason
 from millstream.handlers.encoding import pack_output
@@ -35,8 +37,7 @@ MIN_NEWER_CODE_WAIT_MS, MAX_NEWER_CODE_WAIT_MS = 1_000.0, 60_000.0
 """Bounds of a wait for newer code, before jitter, whatever the retry policy is."""
 
 
-@dataclass(slots=True)
-class Done:
+class Done(msgspec.Struct):
     """The handler succeeded: commit its outputs, its state (b"" = an empty one), and changes of timers of the key."""
 
     outputs: "Outputs"
@@ -44,8 +45,7 @@ class Done:
     timers: TimerChanges = ()
 
 
-@dataclass(slots=True)
-class DeadLettered:
+class DeadLettered(msgspec.Struct):
     """The message cannot be processed: commit its dead letter. `place`: the error's type and where it was raised."""
 
     reason: Reason
@@ -74,8 +74,7 @@ class RetryLater:
         return attempt - 1 if self.waits or self.limited is not None else attempt
 
 
-@dataclass(slots=True)
-class Parked:
+class Parked(msgspec.Struct):
     """The message cannot be processed: park its key until an operator acts."""
 
     reason: Reason

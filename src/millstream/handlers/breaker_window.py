@@ -2,7 +2,8 @@
 
 from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 from millstream.handlers.attempt import KEY_FUNCTION, DeadLettered
 from millstream.model import Breaker
@@ -11,8 +12,7 @@ from millstream.redis_client.redaction import redact_text
 _ERROR_CHARS = 300
 
 
-@dataclass(frozen=True, slots=True)
-class Trip:
+class Trip(msgspec.Struct, frozen=True):
     """Why a breaker opens: `count` of the last `of` messages became dead letters for `cause`; `error`: one of theirs."""
 
     cause: str

@@ -2,8 +2,9 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import date
+
+import msgspec
 
 from millstream.errors import ConfigError
 
@@ -13,8 +14,7 @@ _WEEKDAYS = ("sun", "mon", "tue", "wed", "thu", "fri", "sat")
 _SUNDAY = 7
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Field:
+class _Field(msgspec.Struct, frozen=True, kw_only=True):
     """One of the five fields: its name, its least and greatest value, and the names of values from the least on."""
 
     name: str
@@ -61,8 +61,7 @@ _FIELDS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class CronExpression:
+class CronExpression(msgspec.Struct, frozen=True, kw_only=True):
     """The values that an expression selects.
 
     * `times`: hours and minutes of the selected times of a day, in order

@@ -9,7 +9,6 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -34,8 +33,7 @@ _MAX_NAME, _MAX_ERROR, _MAX_TRACEBACK = 100, 1_000, 4_000
 _EXCEPTION = re.compile(r"\w+(?=: )")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Failure:
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """A failed attempt, or a dead letter.
 
     * `kind`: what it has in common with others: its exception type and place, or its reason; the first word is shown

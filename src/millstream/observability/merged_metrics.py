@@ -7,8 +7,9 @@ exported, so that no counter goes back.
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from millstream.observability.metrics import CATALOGUE, Metric, Values, family_of
 
@@ -21,13 +22,12 @@ LABEL = "worker"
 _BY_NAME = {metric.name: metric for metric in CATALOGUE}
 
 
-@dataclass(slots=True)
-class _Worker:
+class _Worker(msgspec.Struct):
     """The values reported by the processes of one name: of the live one, and the totals of those that have ended."""
 
     process_id: int | None = None
-    current: dict[Metric, Values] = field(default_factory=dict)
-    ended: dict[Metric, Values] = field(default_factory=dict)
+    current: dict[Metric, Values] = msgspec.field(default_factory=dict)
+    ended: dict[Metric, Values] = msgspec.field(default_factory=dict)
 
     def end(self) -> None:
         """End the process: its counts stay, its gauges are removed."""

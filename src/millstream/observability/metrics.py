@@ -9,9 +9,10 @@ combination stays in memory for good. The one exception is SPARK_STREAM_BEHIND, 
 import threading
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Literal
+
+import msgspec
 
 from millstream.errors import ConfigError
 
@@ -24,8 +25,7 @@ Unit = Literal[
 ]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Metric:
+class Metric(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """One metric of the catalogue.
 
     * `name`: as exported, with the prefix `millstream_` and the unit
@@ -316,20 +316,18 @@ Snapshot = dict[str, list[tuple[tuple[str, ...], float | tuple[list[int], float]
 """All values of a recorder by metric, as JSON can hold them."""
 
 
-@dataclass(slots=True)
-class _Histogram:
+class _Histogram(msgspec.Struct):
     """The number of values in each bucket, the infinite one last, and their sum."""
 
     counts: list[int]
     sum: float = 0.0
 
 
-@dataclass(slots=True)
-class _Series:
+class _Series(msgspec.Struct):
     """The values of one metric, by its label values."""
 
-    numbers: dict[tuple[str, ...], float] = field(default_factory=dict)
-    histograms: dict[tuple[str, ...], _Histogram] = field(default_factory=dict)
+    numbers: dict[tuple[str, ...], float] = msgspec.field(default_factory=dict)
+    histograms: dict[tuple[str, ...], _Histogram] = msgspec.field(default_factory=dict)
 
     def values(self) -> Values:
         found: Values = dict(self.numbers)

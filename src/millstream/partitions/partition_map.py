@@ -5,7 +5,6 @@ them than it must (J. Lamping and E. Veach, "A Fast, Minimal Memory, Consistent 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import pairwise
 from typing import NamedTuple
@@ -26,8 +25,7 @@ class PastOwner(NamedTuple):
     left_in: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class PartitionMap:
+class PartitionMap(msgspec.Struct, frozen=True, kw_only=True):
     """The partitions of `base`, generation by generation.
 
     * `counts`: how many there were in each generation; the last is in use

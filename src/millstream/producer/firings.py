@@ -6,8 +6,9 @@ any number of processes may publish the firings of a schedule, without a lock or
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
+
+import msgspec
 
 from millstream.errors import CommandFailed, ConfigError, OutputError
 from millstream.handlers.encoding import encode_output
@@ -27,8 +28,7 @@ _END_MS = int(datetime(9000, 1, 1, tzinfo=UTC).timestamp()) * 1_000
 _SHOWN_BYTES = 60
 
 
-@dataclass(frozen=True, kw_only=True)
-class FiringRecord:
+class FiringRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What Redis has of a schedule.
 
     * `stored`: the record, byte for byte; b"" if there is none

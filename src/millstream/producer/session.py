@@ -7,8 +7,9 @@ whose reply was lost is simply sent again (the idempotent producer of Apache Kaf
 import secrets
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from math import ceil
+
+import msgspec
 
 from millstream.errors import (
     CommandFailed,
@@ -42,22 +43,20 @@ def new_token() -> str:
     return secrets.token_hex(8)
 
 
-@dataclass(slots=True)
-class _Run:
+class _Run(msgspec.Struct):
     """Entries with the same field names: the names cross the wire once."""
 
     names: Sequence[str | bytes]
     name_size: int
     entries: int = 0
-    values: list[str | bytes] = field(default_factory=list)
+    values: list[str | bytes] = msgspec.field(default_factory=list)
 
 
-@dataclass(slots=True)
-class Batch:
+class Batch(msgspec.Struct):
     """Entries that are published in one step; `dedupe_ids` are the caller's own ids, of all of them or of none."""
 
-    runs: list[_Run] = field(default_factory=list)
-    dedupe_ids: list[bytes] = field(default_factory=list)
+    runs: list[_Run] = msgspec.field(default_factory=list)
+    dedupe_ids: list[bytes] = msgspec.field(default_factory=list)
     entries: int = 0
     size: int = 0
 
@@ -82,8 +81,7 @@ class Batch:
         return args
 
 
-@dataclass(frozen=True, kw_only=True)
-class PublishOptions:
+class PublishOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How a batch is published.
 
     * `delay_ms`: added so many milliseconds later, by the server's clock; 0 = at once

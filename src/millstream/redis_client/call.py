@@ -1,8 +1,9 @@
 """Call: a command and the parser of its reply, so that callers can send many calls in one round trip."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+import msgspec
 
 from millstream.errors import RedisError
 from millstream.redis_client.resp import Command, Reply
@@ -10,8 +11,7 @@ from millstream.redis_client.resp import Command, Reply
 T_co = TypeVar("T_co", covariant=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Call(Generic[T_co]):
+class Call(msgspec.Struct, Generic[T_co], frozen=True):
     """One command, and what its reply means.
 
     * `parse`: turns a reply into a result

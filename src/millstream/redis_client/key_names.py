@@ -8,9 +8,10 @@ Cluster too (Redis Cluster specification, "hash tags").
 import re
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Protocol, overload
+
+import msgspec
 
 from millstream.errors import ConfigError
 
@@ -243,8 +244,7 @@ class _WithBase(Protocol):
         """The common prefix of the keys."""
 
 
-@dataclass(frozen=True, slots=True)
-class Key:
+class Key(msgspec.Struct, frozen=True):
     """One key of a handler, a stream, a sink or a service: its suffix, its type in Redis (`kind`), and what it holds.
 
     Read from an object of one of the classes below, it is the key's name.
@@ -265,8 +265,7 @@ class Key:
         return self if keys is None else f"{keys.base}:{self.suffix}"
 
 
-@dataclass(frozen=True, slots=True)
-class HandlerKeys:
+class HandlerKeys(msgspec.Struct, frozen=True):
     """The Redis keys of one handler on one stream, all in the stream's hash slot. Raises ConfigError: `check_stream`."""
 
     app: str
@@ -368,8 +367,7 @@ class HandlerKeys:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class StreamKeys:
+class StreamKeys(msgspec.Struct, frozen=True):
     """The Redis keys of a stream that belong to no handler, all in the stream's hash slot. Raises ConfigError."""
 
     stream: str
@@ -413,8 +411,7 @@ class StreamKeys:
         return f"{self.base}:dedupe:{blake2b(dedupe_id, digest_size=16).hexdigest()}"
 
 
-@dataclass(frozen=True, slots=True)
-class GroupBatchKeys:
+class GroupBatchKeys(msgspec.Struct, frozen=True):
     """The Redis keys of the batches of `consumer` in the consumer group `group` of `stream`, all in the stream's hash
     slot. Raises ConfigError.
     """
@@ -440,8 +437,7 @@ class GroupBatchKeys:
         return f"{self.base}:{token}.{batch}"
 
 
-@dataclass(frozen=True, slots=True)
-class SinkKeys:
+class SinkKeys(msgspec.Struct, frozen=True):
     """The Redis keys of the sink `sink` that belong to no stream, all in one hash slot. Raises ConfigError."""
 
     sink: str
@@ -462,8 +458,7 @@ class SinkKeys:
         return f"{self.base}:run:{run}"
 
 
-@dataclass(frozen=True, slots=True)
-class ServiceKeys:
+class ServiceKeys(msgspec.Struct, frozen=True):
     """The Redis keys of the streams that the consumers of `service` share, all in one hash slot. Raises ConfigError."""
 
     service: str

@@ -2,7 +2,8 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from millstream.clock import Clock
 from millstream.delivery.commit_store import reservation_size
@@ -12,8 +13,7 @@ from millstream.delivery.reliable_stream import ReliableStream
 _NO_LIMIT = 1_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class Permit:
+class Permit(msgspec.Struct, frozen=True):
     """Permit to read up to `counts` entries of each stream in it now; another stream may be due in `until_ms`."""
 
     counts: dict[str, int]

@@ -1,11 +1,11 @@
 """Read plan: which streams to read next, and how many entries of each, so that no more come than there is room for."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 
-@dataclass(frozen=True, slots=True)
-class ReadPlan:
+class ReadPlan(msgspec.Struct, frozen=True):
     """One read: up to `counts` entries of each stream in it; `may_wait` allows it to block."""
 
     counts: Mapping[str, int]

@@ -5,7 +5,6 @@ A process that hangs, or is being restarted, cannot answer for itself, so the su
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -48,8 +47,7 @@ def make_report(recorder: Recorder, health: Health) -> ProcessReport:
     )
 
 
-@dataclass(slots=True)
-class _Worker:
+class _Worker(msgspec.Struct):
     """One worker by name. `ended`: how its last process ended, until the next one is started."""
 
     ended: str | None = None
@@ -57,7 +55,7 @@ class _Worker:
     has_run: bool = False
     started_ms: float = 0.0
     reported_ms: float | None = None
-    health: Mapping[str, Any] = field(default_factory=dict)
+    health: Mapping[str, Any] = msgspec.field(default_factory=dict)
 
 
 class ProcessReports:

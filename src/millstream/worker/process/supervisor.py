@@ -13,7 +13,6 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import IO, Any
 
 import msgspec
@@ -63,8 +62,7 @@ _WAITS_MS = (100.0, 5_000.0)
 _STEADY_MS = 10_000.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Launch:
+class Launch(msgspec.Struct, frozen=True, kw_only=True):
     """The parameters of one start of a process: its name, its incarnation, and two file descriptors.
 
     The process writes its reports to `report_to`, and its heartbeat to the memory behind `heartbeat_to`.
@@ -76,16 +74,14 @@ class Launch:
     heartbeat_to: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Program:
+class Program(msgspec.Struct, frozen=True, kw_only=True):
     """The arguments of one process, and the first line of its standard input."""
 
     arguments: Sequence[str]
     first_line: bytes = b""
 
 
-@dataclass(slots=True)
-class _Child:
+class _Child(msgspec.Struct):
     name: str
     incarnation: str = ""
     freeze_detector: FreezeDetector | None = None
@@ -94,7 +90,7 @@ class _Child:
     started_ms: float = 0.0
     ended_ms: float | None = None
     due_ms: float = 0.0
-    backoff: Backoff = field(default_factory=lambda: Backoff(*_WAITS_MS))
+    backoff: Backoff = msgspec.field(default_factory=lambda: Backoff(*_WAITS_MS))
     has_worked: bool = False
     listener: threading.Thread | None = None
     drained_by_ms: float = math.inf

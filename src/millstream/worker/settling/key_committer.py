@@ -3,8 +3,9 @@
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
+
+import msgspec
 
 from millstream.delivery.effects import Effects, chunk_by_size
 from millstream.delivery.keyed_stream import KeyedStream, KeyLease, LeaseRelease, lease_of
@@ -24,8 +25,7 @@ Runs = list[tuple[Delivery, Outcome]]
 """Entries of a key that were run, in order, and their outcomes."""
 
 
-@dataclass(slots=True, eq=False)
-class _LeaseOutcome:
+class _LeaseOutcome(msgspec.Struct, eq=False):
     """Actions for one lease: effects to commit, and a release other than the requeue at the end of its slice.
 
     * `runs`: those that the breaker admits
@@ -47,8 +47,7 @@ class _LeaseOutcome:
         return not self.halted and self.lease.last_run is self.runs[-1][0]
 
 
-@dataclass(frozen=True, slots=True)
-class _PipelinedReply:
+class _PipelinedReply(msgspec.Struct, frozen=True):
     """The effects that a commit which was pipelined with others refused, or its error; and the number of the call."""
 
     call_number: str
