@@ -7,7 +7,7 @@ from millstream.admin.key_queues import park
 from millstream.delivery.keyed_stream import KeyedStream, LeaseRelease
 from millstream.redis_client.client import Client
 from millstream.redis_client.replies import mapping_of
-from millstream.worker.running import poison_isolation
+from millstream.worker.running import losses
 from tests.support.keyed_fixtures import (
     HOUR_MS,
     KEYS,
@@ -136,7 +136,7 @@ def test_on_a_worker_a_key_whose_lease_was_lost_waits_while_others_run_for_a_sec
     if how == "expires":
         expire(client)
     with monkeypatch.context() as patch:
-        patch.setattr(poison_isolation, "_MAX_LOSS_DELAY_MS", DAY_MS)
+        patch.setattr(losses, "_MAX_LOSS_DELAY_MS", DAY_MS)
         with working(client, handler, name):
             for n in range(2, 6):
                 eventually(lambda: outputs(client) == list(range(2, n + 1)), "the other key")  # noqa: B023 - at once

@@ -23,7 +23,7 @@ from millstream.observability.metrics import Recorder
 from millstream.redis_client.client import Client
 from millstream.worker import WorkerPolicy
 from millstream.worker.in_flight import InFlight
-from millstream.worker.running import poison_isolation
+from millstream.worker.running import losses
 from millstream.worker.settling.committer import Committer
 from tests.support.clocks import LeapClock
 from tests.support.waiting import FAIL_SAFE_S, eventually
@@ -424,7 +424,7 @@ def test_a_message_that_a_process_may_have_died_of_backs_off_while_others_run(
     deliver_before(client, consumer, times=times)
     retry = Retry(attempts=4, delay_ms=DAY_MS, max_delay_ms=DAY_MS)
     with monkeypatch.context() as patch:
-        patch.setattr(poison_isolation, "_MAX_LOSS_DELAY_MS", DAY_MS)
+        patch.setattr(losses, "_MAX_LOSS_DELAY_MS", DAY_MS)
         with working(client, make(double, retry=retry)) as loop:
             eventually(lambda: len(loop._in_flight) == 1, "the message in flight")
             for n in range(1, 6):
@@ -437,7 +437,7 @@ def test_a_message_that_a_process_may_have_died_of_backs_off_while_others_run(
 def test_a_message_in_a_lost_reply_has_not_begun_and_does_not_back_off(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(poison_isolation, "_MAX_LOSS_DELAY_MS", DAY_MS)
+    monkeypatch.setattr(losses, "_MAX_LOSS_DELAY_MS", DAY_MS)
     with working(client, make(double, retry=Retry(delay_ms=DAY_MS, max_delay_ms=DAY_MS))) as loop:
         fill(client, 1)
         eventually(lambda: outputs(client) == [0], "a read, so what an earlier process had is recovered")

@@ -15,12 +15,8 @@ from millstream.redis_client.client import Client
 from millstream.worker import WorkerPolicy
 from millstream.worker.in_flight import InFlight
 from millstream.worker.incarnations import Incarnation
-from millstream.worker.running.poison_isolation import (
-    PoisonIsolation,
-    ProcessIsolation,
-    crashes_allowed,
-    isolated_after,
-)
+from millstream.worker.running.losses import crashes_allowed, isolated_after
+from millstream.worker.running.poison_isolation import PoisonIsolation, ProcessIsolation
 from tests.support.waiting import FAIL_SAFE_S
 
 pytestmark = [pytest.mark.worker]

@@ -38,7 +38,7 @@ from millstream.handlers.dead_letter import Reason
 from millstream.handlers.encoding import unpack_output
 from millstream.handlers.handler import Handler
 from millstream.model import Message
-from millstream.worker.running.poison_isolation import crashes_allowed
+from millstream.worker.running.losses import crashes_allowed
 
 _HEADER_BYTES = 4
 

@@ -11,7 +11,7 @@ from millstream.redis_client.key_names import to_wire
 from millstream.worker.context import WorkerContext
 from millstream.worker.fetching.fetcher import Fetcher
 from millstream.worker.fetching.rate_limit import Permit
-from millstream.worker.running.poison_isolation import isolated_after
+from millstream.worker.running.losses import isolated_after
 
 
 class WakeUp(Protocol):

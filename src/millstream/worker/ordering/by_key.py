@@ -20,7 +20,7 @@ from millstream.worker.fetching.pipelined_key_fetcher import PipelinedKeyFetcher
 from millstream.worker.fetching.router_role import RouterRole
 from millstream.worker.fetching.tracked_key_router import TrackedKeyRouter
 from millstream.worker.ordering.ordering import BackgroundLoop, S, _warn_not_released, existing_streams
-from millstream.worker.running.poison_isolation import loss_retry
+from millstream.worker.running.losses import loss_retry
 from millstream.worker.settling.committer import Committer
 from millstream.worker.settling.key_committer import KeyCommitter
 from millstream.worker.settling.key_lease_renewal import KeyLeaseRenewer

@@ -4,7 +4,6 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from math import inf
 from queue import Empty, SimpleQueue
 
@@ -13,9 +12,9 @@ from millstream.delivery.reliable_stream import Delivery
 from millstream.errors import HandlerStuck, Unavailable
 from millstream.handlers.attempt import DeadLettered, Outcome, outcome_after_last_attempt
 from millstream.handlers.handler import Handler
-from millstream.model import Retry
 from millstream.worker.in_flight import InFlight
 from millstream.worker.incarnations import ALIVE, Incarnation, ProcessEnd
+from millstream.worker.running.losses import crashes_allowed, isolated_after, loss_retry
 from millstream.worker.running.runner import Runner
 from millstream.worker.stream_exclusion import exclude_on_error
 from millstream.worker.timers import DelayQueue
@@ -24,35 +23,6 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.005
 _RECHECK_S = 0.5
-_MOST_LOSSES = 2
-_LEAST_DEATHS = 2
-_MAX_LOSS_DELAY_MS = 1_000.0
-
-
-def isolated_after(retry: Retry) -> int:
-    """Return after how many expired leases, or deliveries without an outcome, a message is run in isolation.
-
-    Before that, another message may have been the reason, or none. The fewer attempts, the sooner.
-    """
-    return max(1, min(_MOST_LOSSES, retry.attempts - _LEAST_DEATHS))
-
-
-def crashes_allowed(retry: Retry) -> int:
-    """Return how many processes may crash on a message in isolation: at least two, as one may be chance."""
-    return max(_LEAST_DEATHS, retry.attempts - _MOST_LOSSES)
-
-
-def loss_retry(retry: Retry) -> Retry:
-    """Return the back-off of a message whose process was lost with it, before it is run in isolation.
-
-    Other messages go on meanwhile, should it end process after process. It is short: most losses are chance, and then
-    all that the process had in flight waits.
-    """
-    return replace(
-        retry,
-        delay_ms=min(retry.delay_ms, _MAX_LOSS_DELAY_MS),
-        max_delay_ms=min(retry.max_delay_ms, _MAX_LOSS_DELAY_MS),
-    )
 
 
 class ProcessIsolation:

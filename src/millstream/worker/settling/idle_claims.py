@@ -8,7 +8,7 @@ from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.handlers.handler import Handler
 from millstream.worker.context import WorkerContext
 from millstream.worker.policy import TIME_LIMIT_GRACE_MS, WorkerPolicy
-from millstream.worker.running.poison_isolation import isolated_after, loss_retry
+from millstream.worker.running.losses import isolated_after, loss_retry
 
 _CLAIMED_AT_ONCE = 100
 _RUNS_IN_FLIGHT = 3
