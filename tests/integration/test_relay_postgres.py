@@ -14,11 +14,12 @@ from subprocess import run as run_program
 
 import psycopg
 import pytest
+from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict
 
 from millstream.admin.acl import RoleName, acl_rule
 from millstream.errors import ConfigError, OutputError
-from millstream.producer.postgres_relay import SCHEMA, PostgresRelay
+from millstream.producer.postgres_relay import CLAIM, SCHEMA, PostgresRelay
 from millstream.producer.session import Batch, ProducerSession
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import StreamKeys
@@ -31,6 +32,7 @@ from tests.support.waiting import eventually
 pytestmark = [pytest.mark.cli, pytest.mark.xdist_group("relay")]
 
 PAGE = "docs/guides/relay-postgres.md"
+MANY_ROWS = "INSERT INTO outbox (message) SELECT jsonb_build_object('n', n) FROM generate_series(1, %s) n"
 
 
 @pytest.fixture(scope="module")
@@ -335,6 +337,24 @@ def test_the_role_of_a_producer_is_enough(
     url = client.url.replace("redis://", "redis://relay:secret@")
     assert call("relay", "postgres", "orders", "--database", server, "--once", url=url).code == 0
     assert numbers(client) == [1]
+
+
+def test_a_batch_reads_few_blocks_while_an_open_transaction_keeps_rows_that_were_moved(
+    relay: PostgresRelay, server: str, database: psycopg.Connection
+) -> None:
+    with psycopg.connect(server) as old:
+        old.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        old.execute("SELECT count(*) FROM outbox")
+        database.execute(MANY_ROWS, (10_000,))
+        relay.run(threading.Event(), poll_ms=1, once=True)
+        database.execute("VACUUM ANALYZE outbox")  # keeps the rows, and counts none
+        database.execute(MANY_ROWS, (500,))
+        query = sql.SQL("EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) " + CLAIM).format(table=sql.Identifier("outbox"))
+        row = database.execute(query, (500, 7, 1_000_000)).fetchone()
+    assert row is not None
+    (plan,) = row[0]
+    assert plan["Plan"]["Shared Hit Blocks"] < 500 * 40
+    assert left(database) == 500
 
 
 def waiting_relay(connection: psycopg.Connection) -> int:
