@@ -1,10 +1,6 @@
 """Chat: a web server, a worker and live streams of tokens in one process; the page is beside this file.
 
-    python examples/chat/run.py [PORT]
-
-It starts a redis-server of its own, or uses that of MILLSTREAM_URL. The prompts of a session are answered one after
-another, in order; those of other sessions at the same time. Reload the page in the middle of an answer: no token is
-missing.
+python examples/chat/run.py [PORT]     # with a redis-server of its own, or that of MILLSTREAM_URL
 """
 
 import asyncio
@@ -23,22 +19,25 @@ from fastapi import Body, FastAPI, Header, Request, Response
 from fastapi.responses import FileResponse
 from pydantic import StringConstraints
 
-from millstream import App, Message, State
+from millstream import App, Limit, Message, State
 from millstream.producer import Producer
 from millstream.redis_client import EmbeddedServer
 from millstream.services.gateway import EmbeddedGateway
 from millstream.worker import EmbeddedWorker
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9-]{1,64}$")]
+Text = Annotated[str, Body(embed=True, max_length=1_000)]
 app = App("chat")
 
 
 @dataclass
 class Prompt:
-    """A prompt, an entry of the stream of its tenant."""
+    """A prompt, or a burst of them. `session` begins with the tenant, as those of two tenants may have one name."""
 
     session: str
+    tenant: str
     text: str
+    tokens: int
 
 
 @functools.cache
@@ -54,17 +53,21 @@ async def generate(text: str, turn: int) -> AsyncIterator[str]:
         yield f"{word} "
 
 
-@app.handler(pattern="prompts.*", key="session", rate=5, into="answers")
-async def answer(prompt: Prompt, message: Message, state: State) -> dict[str, object]:
-    """Answer the next prompt of a session; of each tenant, at most five prompts a second begin.
+@app.handler("prompts", key="session", batch_size=10, batch_wait_ms=300, into="joined")
+def join(prompts: list[Prompt]) -> Prompt:
+    """Join the prompts of a session that come within 300 ms, of at most a minute of the limit in all."""
+    texts, tokens = [one.text for one in prompts], sum(one.tokens for one in prompts)
+    return Prompt(prompts[0].session, prompts[0].tenant, " ".join(texts), tokens)
 
-    Tokens are published as they come. If the process is killed, the prompt is run again, and `begins` tells the page to
-    drop what it has shown of the answer. The whole answer and the state are committed once.
-    """
-    tokens = f"tokens.{message.stream.removeprefix('prompts.')}.{prompt.session}"
+
+@app.handler(
+    "joined", key="session", into="answers", limit=Limit(per="tenant", at_once=4, rate="6000/m", cost="tokens")
+)
+async def answer(prompt: Prompt, message: Message, state: State) -> dict[str, object]:
+    """Answer a prompt, token by token. After a kill that begins again, and `begins` tells the page to drop the old ones."""
+    tokens, words = f"tokens.{prompt.session}", []
     turn = state["turns"] = state.get("turns", 0) + 1
     await producer().publish_async(tokens, {"prompt": message.id, "begins": prompt.text})
-    words = []
     async for word in generate(prompt.text, turn):
         words.append(word)
         await producer().publish_async(tokens, {"prompt": message.id, "token": word})
@@ -89,11 +92,10 @@ async def page() -> FileResponse:
 
 
 @api.post("/{tenant}/{session}", status_code=202)
-async def ask(
-    tenant: Name, session: Name, text: Annotated[str, Body(embed=True)], idempotency_key: Annotated[str, Header()]
-) -> str:
+async def ask(tenant: Name, session: Name, text: Text, idempotency_key: Annotated[str, Header()]) -> str:
     """Publish a prompt, once for each key; an application takes the tenant from its login."""
-    return await producer().publish_async(f"prompts.{tenant}", Prompt(session, text), dedupe_id=idempotency_key)
+    prompt = Prompt(f"{tenant}.{session}", tenant, text, tokens=len(text.split()))  # a word stands for a token
+    return await producer().publish_async("prompts", prompt, dedupe_id=f"{prompt.session} {idempotency_key}")
 
 
 @api.get("/{tenant}/{session}")

@@ -7,7 +7,6 @@ from collections import defaultdict
 from functools import partial
 from pathlib import Path
 
-import psutil
 import pytest
 
 from millstream.model import EntryId
@@ -16,7 +15,7 @@ from millstream.testing.history import Event, Report, check
 from millstream.testing.invariants import check_invariants
 from tests.support.keyed_workers import KeyedExpectations
 from tests.support.waiting import eventually
-from tests.support.worker_processes import PrintFigures, RunningWorkers
+from tests.support.worker_processes import PrintFigures, RunningWorkers, kill, random_process
 
 pytestmark = [pytest.mark.keys, pytest.mark.faults]
 
@@ -53,8 +52,8 @@ def test_kills_at_any_point_leave_each_key_with_its_dead_message_and_all_after_i
             eventually(progress, "effects since the last kill", log=workers.log)
             time.sleep(chance.uniform(0.0, 0.05))
             during += is_canceling(expectations)
-            for victim in random_children(workers, chance):
-                victim.kill()
+            if victim := random_process(chance, [workers]):
+                kill(victim)
                 killed += 1
         eventually(expectations.drained, "the drain", log=workers.log)
         later = expectations.publish_keys(KEYS, KEYS)
@@ -87,12 +86,6 @@ def has_progressed(expectations: KeyedExpectations, done: int) -> bool:
 def is_canceling(expectations: KeyedExpectations) -> bool:
     """Return whether messages of a key are canceled and have no dead letter yet, or might have."""
     return bool(expectations.client.execute("EXISTS", expectations.keys.canceled))
-
-
-def random_children(workers: RunningWorkers, chance: random.Random) -> list[psutil.Process]:
-    """Return one of the worker processes; none while all are restarted."""
-    children = workers.children()
-    return [chance.choice(children)] if children else []
 
 
 def check_effects(expectations: KeyedExpectations, by_key: dict[str, list[list[str]]]) -> Report:

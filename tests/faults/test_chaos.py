@@ -15,7 +15,16 @@ from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.testing.proxy import Proxy
 from tests.support.keyed_workers import KeyedExpectations
-from tests.support.worker_processes import CLAIM_S, Expectations, PrintFigures, RunningWorkers, resume_all, watched
+from tests.support.worker_processes import (
+    CLAIM_S,
+    Expectations,
+    PrintFigures,
+    RunningWorkers,
+    kill,
+    random_process,
+    resume_all,
+    watched,
+)
 
 pytestmark = [pytest.mark.worker, pytest.mark.keys, pytest.mark.chaos, pytest.mark.faults]
 
@@ -53,9 +62,7 @@ class Nemesis:
 
     def kill(self, chance: random.Random) -> None:
         """kill -9 of a process."""
-        if children := chance.choice(self._workers).children():
-            with suppress(psutil.NoSuchProcess):
-                chance.choice(children).kill()
+        kill(random_process(chance, self._workers))
 
     def kill_with_supervisor(self, chance: random.Random) -> None:
         """kill -9 of a supervisor and all its processes, as when a container ends."""
@@ -65,15 +72,11 @@ class Nemesis:
 
     def kill_supervisor(self, chance: random.Random) -> None:
         """kill -9 of a supervisor alone; its processes end by themselves."""
-        workers = chance.choice(self._workers)
-        workers.supervisor.kill()
-        workers.supervisor.wait()
-        workers.start()
+        chance.choice(self._workers).replace_supervisor()
 
     def stop_for_a_while(self, chance: random.Random) -> None:
         """SIGSTOP of a process, for shorter or longer than its claim."""
-        if children := chance.choice(self._workers).children():
-            victim = chance.choice(children)
+        if victim := random_process(chance, self._workers):
             with suppress(psutil.NoSuchProcess):
                 victim.suspend()
                 self._stopped.append(victim)

@@ -3,15 +3,13 @@
 import os
 import random
 import time
-from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 
 from millstream.redis_client.client import Client
 from tests.support.keyed_workers import KeyedExpectations
-from tests.support.worker_processes import CLAIM_S, PrintFigures, RunningWorkers, watched
+from tests.support.worker_processes import CLAIM_S, PrintFigures, RunningWorkers, kill, random_process, watched
 
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
 KILLS = 200 if SOAK else 4
@@ -31,14 +29,13 @@ def test_workers_that_are_killed_in_the_middle_of_lists_keep_every_key_in_order_
         watched(expectations) as watch,
     ):
         for number in range(KILLS):
-            expectations.publish_keys(200, 8, ms=chance.choice((0, 1, 5)))
-            time.sleep(chance.random() / 2)  # a kill at any point
             if number % 4 == 3:
-                workers.supervisor.kill()
-                workers.supervisor.wait()
-                workers.start()
-            with suppress(psutil.NoSuchProcess):
-                workers.victim(expectations).kill()
+                time.sleep(chance.random() / 2)
+                workers.replace_supervisor()
+            workers.at_work(expectations)
+            expectations.publish_keys(200, 8, ms=chance.choice((1, 5, 20)))
+            time.sleep(chance.random() / 2)  # a kill at any point of the wait for more and of the work
+            kill(random_process(chance, [workers]))
         report = expectations.check_keys(overlap=False, log=workers.log)
     print_figures(report, watch, kills=KILLS, seed=seed)
 

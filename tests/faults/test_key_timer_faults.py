@@ -3,16 +3,14 @@
 import os
 import random
 import time
-from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 
 from millstream.redis_client.client import Client
 from tests.support.timed_keys import TURNS, TimedExpectations
 from tests.support.waiting import eventually
-from tests.support.worker_processes import CLAIM_S, PrintFigures, RunningWorkers
+from tests.support.worker_processes import CLAIM_S, PrintFigures, RunningWorkers, kill, random_process
 
 pytestmark = [pytest.mark.keys, pytest.mark.faults]
 
@@ -27,14 +25,13 @@ def test_timers_come_once_and_never_early_or_not_at_all_while_workers_are_killed
     expectations = TimedExpectations(fresh_client, tmp_path, app="timed")
     with RunningWorkers(fresh_client.url, tmp_path, "--stop-timeout", "2", app="timed", claim_s=CLAIM_S) as workers:
         for number in range(KILLS):
-            expectations.publish_more()
-            time.sleep(chance.random() / 2)  # a kill at any point
             if number % TURNS == TURNS - 1:
-                workers.supervisor.kill()
-                workers.supervisor.wait()
-                workers.start()
-            with suppress(psutil.NoSuchProcess):
-                workers.victim(expectations).kill()
+                time.sleep(chance.random() / 2)
+                workers.replace_supervisor()
+            workers.at_work(expectations)
+            expectations.publish_more()
+            time.sleep(chance.random() / 5)  # a kill at any point of the work and of the timers
+            kill(random_process(chance, [workers]))
         expectations.publish_last()
         eventually(expectations.drained, "the last timer", log=workers.log)
         added = expectations.add_timers()

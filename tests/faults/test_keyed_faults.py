@@ -17,7 +17,7 @@ from millstream.testing.proxy import Proxy
 from tests.support.keyed_workers import KeyedExpectations
 from tests.support.memory import more_for_pending
 from tests.support.waiting import eventually
-from tests.support.worker_processes import CLAIM_S, PrintFigures, RunningWorkers, resume_all, watched
+from tests.support.worker_processes import CLAIM_S, PrintFigures, RunningWorkers, random_process, resume_all, watched
 
 LONG_CLAIM_S = 3 * CLAIM_S
 """Leases must outlast the deaths of their owner and its supervisor on a slow machine."""
@@ -51,7 +51,6 @@ def test_chaos_keeps_every_key_in_order_and_loses_and_doubles_nothing(
             elif number > 3 * ROUNDS // 4 and len(all_workers) > 1:
                 all_workers.pop().stop()
             resume_all(stopped)
-            children = [child for workers in all_workers for child in workers.children()]
             deed = chance.choice(list(harm)) if number % 4 != 3 else "restart"
             harm[deed] += 1
             if deed == "restart":
@@ -60,8 +59,7 @@ def test_chaos_keeps_every_key_in_order_and_loses_and_doubles_nothing(
                 fresh_client.retry_while_unavailable(lambda: fresh_client.execute("PING"), what="test")
             elif deed == "cut":
                 proxy.cut_all()
-            elif children:
-                victim = chance.choice(children)
+            elif victim := random_process(chance, all_workers):
                 if deed == "kill":
                     victim.kill()
                 else:
@@ -146,7 +144,7 @@ def test_late_commits_of_a_worker_that_slept_past_its_lease_are_refused(
 
 def asleep_with_leases(workers: RunningWorkers, expectations: KeyedExpectations) -> psutil.Process:
     """Pause a worker that has leases, and still has them then."""
-    victim = workers.victim(expectations)
+    victim = workers.at_work(expectations)
 
     def is_asleep() -> bool:
         if expectations.drained():

@@ -5,11 +5,9 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
 
 from millstream.clock import SYSTEM_CLOCK
@@ -17,7 +15,7 @@ from millstream.redis_client.client import Client
 from millstream.testing.history import Event
 from tests.support.keyed_workers import KeyedExpectations
 from tests.support.waiting import eventually
-from tests.support.worker_processes import CLAIM_S, PrintFigures, RunningWorkers
+from tests.support.worker_processes import CLAIM_S, PrintFigures, RunningWorkers, kill, random_process
 
 pytestmark = [pytest.mark.keys, pytest.mark.faults]
 
@@ -101,18 +99,15 @@ def test_a_limit_is_never_exceeded_while_workers_are_killed(
     killed_ms: dict[str, float] = {}
     with RunningWorkers(fresh_client.url, tmp_path, "--stop-timeout", "2", app="tenants", claim_s=CLAIM_S) as workers:
         for number in range(KILLS):
-            expectations.publish_more()
-            time.sleep(chance.random() / 2)  # a kill at any point
             if number % 4 == 3:
-                workers.supervisor.kill()
-                workers.supervisor.wait()
-                workers.start()
-            workers.victim(expectations)  # kills in first runs would often hit the same message, which then runs alone
-            time.sleep(chance.random() / 2)
-            with suppress(psutil.NoSuchProcess):
-                victim = workers.victim(expectations)
+                time.sleep(chance.random() / 2)
+                workers.replace_supervisor()
+            workers.at_work(expectations)
+            expectations.publish_more()
+            time.sleep(chance.random() / 5)  # a kill at any point of the work
+            if victim := random_process(chance, [workers]):
                 killed_ms[str(victim.pid)] = SYSTEM_CLOCK.monotonic_ms()
-                victim.kill()
+                kill(victim)
         eventually(expectations.drained, "the last message", log=workers.log)
         expectations.end_permits()
         report = expectations.check_keys(overlap=False, log=workers.log)

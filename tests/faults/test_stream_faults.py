@@ -19,7 +19,14 @@ from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.testing.history import Event, Report, check, read_events
 from millstream.testing.proxy import Proxy
 from tests.support.waiting import eventually
-from tests.support.worker_processes import CLAIM_S, Expectations, PrintFigures, RunningWorkers, resume_all
+from tests.support.worker_processes import (
+    CLAIM_S,
+    Expectations,
+    PrintFigures,
+    RunningWorkers,
+    random_process,
+    resume_all,
+)
 
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
 pytestmark = [pytest.mark.balancer, pytest.mark.worker, pytest.mark.faults]
@@ -116,7 +123,6 @@ def test_chaos_keeps_every_stream_in_order_and_loses_and_doubles_nothing(
             expectations.publish(MESSAGES // ROUNDS, chance.choice((0, 0, 1)))
             resume_all(stopped)
             deed = deeds[number % len(deeds)]
-            children = [child for workers in all_workers for child in workers.children()]
             if deed == "restart":
                 millstream_fresh_server.kill()
                 millstream_fresh_server.start()
@@ -128,8 +134,7 @@ def test_chaos_keeps_every_stream_in_order_and_loses_and_doubles_nothing(
                 all_workers.append(
                     stack.enter_context(RunningWorkers(proxy.url, tmp_path, processes=1, app="streamed", claim_s=1))
                 )
-            elif children:
-                victim = chance.choice(children)
+            elif victim := random_process(chance, all_workers):
                 if deed == "kill":
                     victim.kill()
                 else:

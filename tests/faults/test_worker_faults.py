@@ -3,7 +3,6 @@
 import os
 import random
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -13,7 +12,15 @@ from millstream.delivery.reliable_stream import NACK_IDLE_MS
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from tests.support.waiting import FAIL_SAFE_S, eventually
-from tests.support.worker_processes import CLAIM_S, Expectations, PrintFigures, RunningWorkers, watched
+from tests.support.worker_processes import (
+    CLAIM_S,
+    Expectations,
+    PrintFigures,
+    RunningWorkers,
+    kill,
+    random_process,
+    watched,
+)
 
 pytestmark = [pytest.mark.worker, pytest.mark.faults]
 
@@ -21,11 +28,6 @@ SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
 KILLS = 200 if SOAK else 4
 STOPS = 20 if SOAK else 1
 SIGTERMS = 20 if SOAK else 1
-
-
-def kill(process: psutil.Process) -> None:
-    with suppress(psutil.NoSuchProcess):
-        process.kill()
 
 
 def test_workers_that_are_killed_repeatedly_lose_and_double_no_message(
@@ -40,16 +42,25 @@ def test_workers_that_are_killed_repeatedly_lose_and_double_no_message(
         watched(expectations) as watch,
     ):
         for number in range(KILLS):
-            expectations.publish(200, ms=chance.choice((0, 1, 5)))
-            time.sleep(chance.random() / 2)  # a kill at any point
             if number % 4 == 3:
                 supervisors += 1
-                workers.supervisor.kill()
-                workers.supervisor.wait()
-                workers.start()
-            kill(workers.victim(expectations))
+                time.sleep(chance.random() / 2)
+                workers.replace_supervisor()
+            workers.at_work(expectations)
+            expectations.publish(200, ms=chance.choice((1, 5, 20)))
+            time.sleep(chance.random() / 10)  # a kill at any point of the work
+            kill(random_process(chance, [workers]))
         report = expectations.check(log=workers.log)
     print_figures(report, watch, kills=KILLS, supervisors=supervisors, seed=seed)
+
+
+def test_each_live_process_may_be_the_one_that_is_killed_whether_it_has_run_messages_or_not(
+    fresh_client: Client, tmp_path: Path
+) -> None:
+    with RunningWorkers(fresh_client.url, tmp_path, processes=3) as workers:
+        children = eventually(lambda: found if len(found := workers.children()) == 3 else [], "the processes")
+        assert {random_process(random.Random(seed), [workers]) for seed in range(50)} == {*children}
+        assert list(tmp_path.glob("events.*")) == [], "none has run any"
 
 
 def test_late_commits_of_a_worker_that_was_stopped_past_its_claim_are_refused(
@@ -71,7 +82,7 @@ def test_late_commits_of_a_worker_that_was_stopped_past_its_claim_are_refused(
 def stopped_at_work(workers: RunningWorkers, expectations: Expectations, *, count: int, ms: int) -> psutil.Process:
     """Publish until one of two workers can be paused while both have entries in flight."""
     expectations.publish(count, ms=ms)
-    victim = workers.victim(expectations)
+    victim = workers.at_work(expectations)
 
     def is_stopped() -> bool:
         if expectations.drained():
@@ -160,7 +171,7 @@ def test_a_busy_worker_releases_unstarted_work_on_sigterm_and_counts_no_attempt(
 ) -> None:
     expectations = Expectations(fresh_client, tmp_path)
     with RunningWorkers(fresh_client.url, tmp_path, "--threads", "1", processes=1) as heir:
-        heir.victim(expectations)
+        heir.at_work(expectations)
         for _ in range(SIGTERMS):
             with RunningWorkers(
                 fresh_client.url, tmp_path, "--threads", "1", "--stop-timeout", "3600", processes=1
@@ -173,7 +184,7 @@ def test_a_busy_worker_releases_unstarted_work_on_sigterm_and_counts_no_attempt(
 
 def leave(expectations: Expectations, heir: RunningWorkers, leaving: RunningWorkers) -> None:
     """Stop `leaving` in the middle of a message: `heir` gets the entries not started, though no claim expires."""
-    idle = heir.victim(expectations)
+    idle = heir.at_work(expectations)
     idle.suspend()
     expectations.publish(2_000)  # so many that it prefetches hundreds; the first may go to the paused worker
     eventually(lambda: leaving.figures()["committed"] > 1_500, "the second fleet's start", log=leaving.log)
@@ -208,7 +219,7 @@ def test_a_second_sigterm_ends_a_worker_at_once_and_other_workers_repeat_its_run
 ) -> None:
     expectations = Expectations(fresh_client, tmp_path)
     with RunningWorkers(fresh_client.url, tmp_path, "--threads", "1", "--stop-timeout", "3600", processes=1) as workers:
-        workers.victim(expectations)
+        workers.at_work(expectations)
         eventually(expectations.drained, "the first drain", log=workers.log)
         expectations.publish(2, do="wait")
         eventually(lambda: expectations.pending() == 2, "both in hand", log=workers.log)
@@ -236,7 +247,7 @@ def test_a_worker_ends_on_sigterm_while_redis_is_away(
     with RunningWorkers(fresh_client.url, tmp_path, "--stop-timeout", "1", claim_s=CLAIM_S) as workers:
         workers.ready()
         expectations.publish(1_000, ms=2)
-        workers.victim(expectations)
+        workers.at_work(expectations)
         millstream_fresh_server.kill()
         eventually(lambda: "Redis is unavailable: " in workers.log(), "a word about Redis", log=workers.log)
         assert workers.stop() == 0

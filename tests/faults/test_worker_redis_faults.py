@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import random
 import time
 from pathlib import Path
 
@@ -16,7 +17,15 @@ from millstream.redis_client.scripts import Script
 from millstream.testing.proxy import Proxy, Side
 from millstream.testing.topologies import sentinel_trio
 from tests.support.waiting import eventually, slowness
-from tests.support.worker_processes import CLAIM_S, Expectations, PrintFigures, RunningWorkers, watched
+from tests.support.worker_processes import (
+    CLAIM_S,
+    Expectations,
+    PrintFigures,
+    RunningWorkers,
+    kill,
+    random_process,
+    watched,
+)
 
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
 pytestmark = [pytest.mark.worker, pytest.mark.faults]
@@ -81,6 +90,8 @@ def test_connections_cut_on_either_side_of_every_kind_of_command_lose_and_double
     print_figures: PrintFigures,
     side: Side,
 ) -> None:
+    seed = random.SystemRandom().randrange(1 << 32)
+    chance = random.Random(seed)
     expectations = Expectations(fresh_client, tmp_path)
     with (
         Proxy(millstream_fresh_server.port) as proxy,
@@ -107,7 +118,7 @@ def test_connections_cut_on_either_side_of_every_kind_of_command_lose_and_double
                 expectations.publish(5, do="stumble")
                 expectations.publish(4, ms=800)  # there is always a claim to renew
                 if next(rounds) % 3 == 0:
-                    workers.victim(expectations).kill()  # there is something to recover and to claim
+                    kill(random_process(chance, [workers]))  # there is something to recover and to claim
             time.sleep(0.3)  # the workers run into the cuts one by one
             return not lacking
 
@@ -116,7 +127,7 @@ def test_connections_cut_on_either_side_of_every_kind_of_command_lose_and_double
         report = expectations.check(log=workers.log)
         assert workers.supervisor.poll() is None
     assert max(int(row["attempt"]) for row in expectations.outputs()) <= 1 + next(rounds)
-    print_figures(report, watch, cuts=proxy.cuts.total())
+    print_figures(report, watch, seed=seed, cuts=proxy.cuts.total())
 
 
 def test_entries_of_a_lost_reply_are_processed_long_before_a_claim_expires(

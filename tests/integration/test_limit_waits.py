@@ -1,12 +1,13 @@
-"""A key that waits for the limit of its handler: `millstream why` and the console name the limit."""
+"""A key that waits for the limit of its handler: `millstream why`, `key list`, `key show` and the console name the limit."""
 
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from millstream import Limit, Message
+from millstream import Limit, Message, Retry
 from millstream.observability import metrics as m
 from millstream.observability.metrics import Recorder
 from millstream.redis_client.client import Client
@@ -24,6 +25,21 @@ def explained(client: Client, key: str) -> dict[str, Any]:
     (found,) = call("why", "app.handle", key, "--json", url=client.url).json_lines()
     assert isinstance(found, dict)
     return found
+
+
+def listed(client: Client, *words: str) -> dict[str, dict[str, Any]]:
+    """What `millstream key` prints of each key."""
+    return {one["key"]: one for one in call("key", *words, "--json", url=client.url).json_lines()}
+
+
+def names_limit(client: Client, value: str, words: str, *command: str) -> bool:
+    """Whether `millstream key` names the limit of the key `two`; not while its worker has leased it to ask again."""
+    shown = listed(client, *command).get("two", {"limit": None})
+    return (
+        shown["limit"] == value
+        and shown["why"].endswith(f"; it {words}")
+        and words in call("key", *command, url=client.url).out
+    )
 
 
 def copy_of(message: Message) -> dict[str, str | None]:
@@ -49,6 +65,10 @@ def test_a_key_that_waits_for_its_limit_is_explained_with_the_value_and_those_th
         eventually(lambda: explained(client, "two")["limit"] == "acme", "the limit in JSON")
         eventually(lambda: explained(client, "two")["state"] == "backing off", "the wait")
         assert explained(client, "one")["limit"] is None
+        in_words = sentence.removeprefix("It ").removesuffix(".")
+        for words in (("list", "app.handle"), ("list",), ("show", "app.handle", "two")):
+            eventually(partial(names_limit, client, "acme", in_words, *words), f"the limit in key {words}")
+        assert listed(client, "list", "app.handle")["one"]["limit"] is None
         with console(client.url, tmp_path, "payloads") as browser:
             path = "/key?handler=app.handle&key=two"
             eventually(lambda: sentence in browser.get(path).text, "the limit on the page of the key")
@@ -78,7 +98,34 @@ def test_a_deferred_key_on_spark_is_explained_likewise(client: Client, limit: Li
     client.execute("XADD", "in", "1-0", *[part for item in fields.items() for part in item])
     report = fixture.process(make(copy_of, key="key", limit=limit), fixture.rows((1, b"k", fields)))
     assert sentence in explained(client, "k")["why"]
+    assert sentence.removeprefix("It ").removesuffix(".") in listed(client, "show", "app.handle", "k")["k"]["why"]
     assert not any("try it now" in one for one in explained(client, "k")["mend"])
     recorder = Recorder()
     report_batch(recorder, "app.handle", report)
     assert recorder.value(m.LIMITED, handler="app.handle") == report["limited"] > 0
+
+
+def test_the_list_names_the_limit_of_each_of_many_keys_and_of_a_key_that_waits_after_a_failure_none(
+    client: Client,
+) -> None:
+    def handle(message: Message) -> dict[str, str | None]:
+        if message.text("tenant") == "failing":
+            raise RuntimeError("no gateway")
+        return copy_of(message)
+
+    tenants = [*("acme", "zeta") * 25, "failing", "free"]
+    fields: list[dict[Any, Any]] = [{"n": n, "key": f"k{n}", "tenant": one} for n, one in enumerate(tenants, 1)]
+    for tenant in ("acme", "zeta"):
+        client.execute("HSET", KEYS.permits(tenant.encode()), f"{tenant} 1-0", f"t{now_ms(client) + 3_600_000:.0f}")
+    for one in fields:
+        client.execute("XADD", "in", f"{one['n']}-0", *[part for item in one.items() for part in item])
+    retry = Retry(attempts=3, delay_ms=3_600_000, max_delay_ms=3_600_000)
+    fixture = TaskFixture(client)
+    handler = make(handle, key="key", limit=Limit(per="tenant", at_once=1), retry=retry)
+    fixture.process(handler, fixture.rows(*[(one["n"], one["key"].encode(), one) for one in fields]))
+    found = listed(client, "list", "app.handle", "--limit", "100")
+    wanted = {one["key"]: None if one["tenant"] == "failing" else one["tenant"] for one in fields[:-1]}
+    assert {key: one["limit"] for key, one in found.items()} == wanted
+    waits = "waits for the limit of app.handle for tenant zeta: 1 message of it runs, 25 keys wait for it"
+    assert {key for key, one in found.items() if waits in one["why"]} == {*list(wanted)[1:50:2]}
+    assert "limit" not in found["k51"]["why"]

@@ -14,11 +14,12 @@ from subprocess import run as run_program
 
 import psycopg
 import pytest
+from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict
 
 from millstream.admin.acl import RoleName, acl_rule
 from millstream.errors import ConfigError, OutputError
-from millstream.producer.postgres_relay import SCHEMA, PostgresRelay
+from millstream.producer.postgres_relay import CLAIM, SCHEMA, PostgresRelay
 from millstream.producer.session import Batch, ProducerSession
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import StreamKeys
@@ -31,6 +32,7 @@ from tests.support.waiting import eventually
 pytestmark = [pytest.mark.cli, pytest.mark.xdist_group("relay")]
 
 PAGE = "docs/guides/relay-postgres.md"
+MANY_ROWS = "INSERT INTO outbox (message) SELECT jsonb_build_object('n', n) FROM generate_series(1, %s) n"
 
 
 @pytest.fixture(scope="module")
@@ -337,8 +339,57 @@ def test_the_role_of_a_producer_is_enough(
     assert numbers(client) == [1]
 
 
+def test_a_batch_reads_few_blocks_while_an_open_transaction_keeps_rows_that_were_moved(
+    relay: PostgresRelay, server: str, database: psycopg.Connection
+) -> None:
+    with psycopg.connect(server) as old:
+        old.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        old.execute("SELECT count(*) FROM outbox")
+        database.execute(MANY_ROWS, (10_000,))
+        relay.run(threading.Event(), poll_ms=1, once=True)
+        database.execute("VACUUM ANALYZE outbox")  # keeps the rows, and counts none
+        database.execute(MANY_ROWS, (500,))
+        query = sql.SQL("EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) " + CLAIM).format(table=sql.Identifier("outbox"))
+        row = database.execute(query, (500, 7, 1_000_000)).fetchone()
+    assert row is not None
+    (plan,) = row[0]
+    assert plan["Plan"]["Shared Hit Blocks"] < 500 * 40
+    assert left(database) == 500
+
+
+def waiting_relay(connection: psycopg.Connection) -> int:
+    """The process of PostgreSQL whose relay has read an empty table; 0 if there is none."""
+    row = connection.execute(
+        "SELECT pid FROM pg_stat_activity WHERE application_name = 'millstream relay' AND state = 'idle' "
+        "AND query LIKE '%relay_batch IS NULL ORDER BY id LIMIT 1%'"
+    ).fetchone()
+    return 0 if row is None else int(row[0])
+
+
+def statements_of_the_page() -> list[str]:
+    return re.findall(r"```sql\n(.*?)```", Path(PAGE).read_text(), re.S)
+
+
+def test_a_relay_that_is_notified_moves_rows_without_a_poll_also_on_a_new_connection(
+    relay: PostgresRelay, server: str, database: psycopg.Connection, client: Client
+) -> None:
+    database.execute(statements_of_the_page()[1])
+    hourly = ("--database", server, "--poll", "1h")
+    with running("relay", "postgres", "orders", *hourly, url=client.url) as process:
+        for number in range(3):
+            before = eventually(lambda: waiting_relay(database), "a relay that has read the empty table")
+            insert(database, f'{{"n": {number}}}')
+            eventually(lambda: len(numbers(client)) == number + 1 and left(database) == 0, "the row")  # noqa: B023 - at once
+        database.execute("SELECT pg_terminate_backend(%s)", (before,))
+        eventually(lambda: waiting_relay(database) not in (0, before), "a new connection")
+        insert(database, '{"n": 3}')
+        eventually(lambda: numbers(client) == [0, 1, 2, 3], "the row after the new connection")
+        process.send_signal(signal.SIGTERM)
+        assert ended(process).code == 0, "a stop does not wait for the next poll"
+
+
 def test_the_page_shows_the_tables_as_they_are_created() -> None:
-    (shown,) = re.findall(r"```sql\n(.*?)```", Path(PAGE).read_text(), re.S)
+    shown = statements_of_the_page()[0]
     names = {"table": "outbox", "record": "outbox_relay", "new": "outbox_new", "claimed": "outbox_claimed"}
     assert shown.strip() == SCHEMA.format(**{key: f'"{name}"' for key, name in names.items()}).strip()
 

@@ -113,16 +113,26 @@ class RunningWorkers:
         eventually(have_reported, "all workers to start", log=self.log)
         return self
 
-    def victim(self, expectations: "Expectations") -> psutil.Process:
-        """Return a worker process that has run messages; publishes some more if needed."""
+    def at_work(self, expectations: "Expectations") -> psutil.Process:
+        """Wait for a worker process that has run messages; publishes some more if needed.
+
+        For a kill at random take `random_process`, a moment later: else a new process is killed in its first run, again
+        and again in that of the same message, and none while it starts.
+        """
 
         def have_run() -> list[psutil.Process]:
             found = [one for one in self.children() if (self._folder / f"events.{one.pid}").exists()]
-            if not found and (not expectations.enqueued or expectations.drained()):
+            if not found and (not expectations.enqueued or expectations.is_idle()):
                 expectations.publish_more()
             return found
 
-        return random.choice(eventually(have_run, "a worker that runs messages", log=self.log))
+        return eventually(have_run, "a worker that runs messages", log=self.log)[0]
+
+    def replace_supervisor(self) -> None:
+        """Send SIGKILL to the supervisor alone, and start another; the workers end by themselves."""
+        self.supervisor.kill()
+        self.supervisor.wait()
+        self.start()
 
     def log(self) -> str:
         """Return the log of the supervisor and its workers."""
@@ -159,6 +169,22 @@ class RunningWorkers:
             child.kill()
         await_end(children)
         self.supervisor.wait(FAIL_SAFE_S)
+
+
+def random_process(chance: random.Random, fleets: Sequence[RunningWorkers]) -> psutil.Process | None:
+    """Return one of the worker processes of these fleets that are alive, at work or not; None while none is.
+
+    Each has the same chance, the same one with the same seed.
+    """
+    children = [child for fleet in fleets for child in fleet.children()]
+    return chance.choice(children) if children else None
+
+
+def kill(process: psutil.Process | None) -> None:
+    """Send SIGKILL to a process, if it is still there."""
+    if process is not None:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def resume_all(stopped: list[psutil.Process]) -> None:
@@ -243,6 +269,10 @@ class Expectations:
         return self.pending() > 0
 
     def drained(self) -> bool:
+        """Return whether nothing is left to do."""
+        return self.is_idle()
+
+    def is_idle(self) -> bool:
         """Return whether nothing is pending and nothing is left to read."""
         return self.all_read() and not self.pending()
 

@@ -112,7 +112,7 @@ def _of_queue(report: KeyReport) -> Iterator[str]:
             f"ends it after {format_age(run.time_limit_ms)}"
         )
     if report.limit is not None:
-        yield f"It waits for the limit of {handler.label}{report.limit.text}"
+        yield f"It {report.limit.describe(handler.label)}"
     if report.is_migrating:
         yield "It goes on by itself when its messages in the earlier partition are done"
     if last.error:

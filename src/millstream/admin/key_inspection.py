@@ -7,7 +7,7 @@ from millstream.admin.delayed_streams import delayed_of
 from millstream.admin.inspection import inspect_handlers
 from millstream.admin.key_explanation import KeyReport
 from millstream.admin.key_queues import last_errors, queue_usage, read_queues
-from millstream.admin.limit_waits import find_limit_wait
+from millstream.admin.limit_waits import find_limit_waits
 from millstream.admin.reports import HandlerReport
 from millstream.delivery.dead_letter_queue import DeadLetterQueue
 from millstream.delivery.keyed_stream import queue_of_key
@@ -64,7 +64,7 @@ def _read(
         queue=queue,
         last=last,
         long_run=next((one for one in long_runs if (one.handler, one.stream, one.id) == first), None),
-        limit=None if queue is None else find_limit_wait(client, keys, queue),
+        limit=None if queue is None else find_limit_waits(client, [(keys, queue)])[0],
         is_migrating=is_parked and client.execute("HEXISTS", keys.awaiting, name) == 1,
         queued=queue_usage(client, keys) if queue is None and handler.lag else None,
         delayed=next(iter(delayed_of(client, [keys.stream])), None) if queue is None else None,

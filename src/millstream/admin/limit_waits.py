@@ -3,19 +3,22 @@
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
 from millstream.admin.key_queues import KeyQueue
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import escape
 from millstream.redis_client.formats import format_age, pluralize
-from millstream.redis_client.key_names import HandlerKeys
+from millstream.redis_client.key_names import HandlerKeys, to_wire
 from millstream.redis_client.pipelining import call_all
 from millstream.redis_client.replies import time_ms_of
 
 _MAX_VALUE_BYTES: Final = 256
 _MOST_FIELDS: Final = 100
 """Longer values, and fields behind these, are not looked for among those that a limit counts."""
+_QUEUES_PER_READ: Final = 20
+"""Of so many queues the first messages are in memory at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,10 +38,9 @@ class LimitWait:
     waiting: int
     rate_wait_ms: int
 
-    @property
-    def text(self) -> str:
-        """The limit in words, to follow "the limit of" and a handler."""
-        return f"{self._of}: {', '.join(self._figures())}"
+    def describe(self, handler: str) -> str:
+        """What a key of the handler waits for, in words that follow the key."""
+        return f"waits for the limit of {handler}{self._of}: {', '.join(self._figures())}"
 
     @property
     def _of(self) -> str:
@@ -54,19 +56,38 @@ class LimitWait:
         yield pluralize(self.waiting, "key waits for it", "keys wait for it")
 
 
-def find_limit_wait(client: Client, keys: HandlerKeys, queue: KeyQueue) -> LimitWait | None:
-    """Return the limit that a key queue waits for; None if it waits for none. Raises RedisError.
+def find_limit_waits(client: Client, queues: Sequence[tuple[HandlerKeys, KeyQueue]]) -> list[LimitWait | None]:
+    """Return the limit that each of these key queues waits for; None if it waits for none. Raises RedisError.
 
     Redis has the keys that wait by the value, not by the key: so each value of the first message is looked up.
     """
-    if queue.state != "backing off" or not queue.first_id:
-        return None
-    (found,) = call_all(client, [("XRANGE", keys.stream, queue.first_id, queue.first_id)])
-    fields_of = _fields_of(found[0][1] if found else ())
-    questions = [("ZMSCORE", keys.limited(value), queue.name) for value in fields_of]
-    (due,), *replies = call_all(client, [("ZMSCORE", keys.backoff, queue.name), *questions])
-    limited = [value for value, (score,) in zip(fields_of, replies, strict=True) if score is not None and score == due]
-    return _read(client, keys, limited[0], tuple(fields_of[limited[0]])) if limited else None
+    waiting = [(keys, one) for keys, one in queues if one.state == "backing off" and one.first_id]
+    found: dict[tuple[HandlerKeys, bytes], LimitWait] = {}
+    for start in range(0, len(waiting), _QUEUES_PER_READ):
+        limited = _find_values(client, waiting[start : start + _QUEUES_PER_READ])
+        waits = _read(client, [(keys, value, fields) for keys, _, value, fields in limited])
+        found |= {(keys, name): wait for (keys, name, _, _), wait in zip(limited, waits, strict=True)}
+    return [found.get((keys, one.name)) for keys, one in queues]
+
+
+def _find_values(
+    client: Client, queues: Sequence[tuple[HandlerKeys, KeyQueue]]
+) -> list[tuple[HandlerKeys, bytes, bytes, tuple[bytes, ...]]]:
+    """Of each of these key queues that waits for its limit: its name, the value, and the fields with that value."""
+    entries = call_all(client, [("XRANGE", keys.stream, one.first_id, one.first_id) for keys, one in queues])
+    fields = [_fields_of(found[0][1] if found else ()) for found in entries]
+    questions = [
+        ("ZMSCORE", key, one.name)
+        for (keys, one), of in zip(queues, fields, strict=True)
+        for key in (to_wire(keys.backoff), *map(keys.limited, of))
+    ]
+    replies = iter(call_all(client, questions))
+    limited = []
+    for (keys, one), of in zip(queues, fields, strict=True):
+        (due,), *scores = islice(replies, 1 + len(of))
+        values = [value for value, (score,) in zip(of, scores, strict=True) if score is not None and score == due]
+        limited += [(keys, one.name, value, tuple(of[value])) for value in values[:1]]
+    return limited
 
 
 def _fields_of(pairs: Sequence[bytes]) -> dict[bytes, list[bytes]]:
@@ -78,15 +99,26 @@ def _fields_of(pairs: Sequence[bytes]) -> dict[bytes, list[bytes]]:
     return found
 
 
-def _read(client: Client, keys: HandlerKeys, value: bytes, fields: tuple[bytes, ...]) -> LimitWait:
-    time, running, waiting, (free_at,) = call_all(
-        client,
-        [
+def _read(client: Client, limited: Sequence[tuple[HandlerKeys, bytes, tuple[bytes, ...]]]) -> list[LimitWait]:
+    questions = [
+        question
+        for keys, value, _ in limited
+        for question in (
             ("TIME",),
             ("HLEN", keys.permits(value)),
             ("ZCARD", keys.limited(value)),
             ("HMGET", keys.free_at(value), "at"),
-        ],
-    )
-    wait_ms = max(0, int(float(free_at or 0)) - time_ms_of(time))
-    return LimitWait(value=value, fields=fields, running=running, waiting=max(1, waiting), rate_wait_ms=wait_ms)
+        )
+    ]
+    replies = iter(call_all(client, questions))
+    known = zip(limited, replies, replies, replies, replies, strict=True)
+    return [
+        LimitWait(
+            value=value,
+            fields=fields,
+            running=running,
+            waiting=max(1, waiting),
+            rate_wait_ms=max(0, int(float(free_at or 0)) - time_ms_of(time)),
+        )
+        for (_, value, fields), time, running, waiting, (free_at,) in known
+    ]

@@ -23,6 +23,7 @@ from millstream.admin.key_queues import (
 from millstream.admin.key_queues import park as park_queue
 from millstream.admin.key_queues import skip as skip_first
 from millstream.admin.key_queues import unpark as unpark_queue
+from millstream.admin.limit_waits import LimitWait, find_limit_waits
 from millstream.cli.handler_names import KEY_HELP, HandlerName, HandlerNames, Key, OnStream
 from millstream.cli.options import DryRun, Json, JsonLines, OnlyCount, Url, Yes, command_group
 from millstream.cli.recorded_action import on_stream, recorded
@@ -96,6 +97,22 @@ _NEARLY_FULL = 0.8
 _WHY_CHARS, _ERROR_CHARS = 200, 120
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    """A key of a handler on a stream, with the last error of its first message, and the limit that this waits for."""
+
+    keys: HandlerKeys
+    queue: KeyQueue
+    last: LastError
+    limit: LimitWait | None
+
+    @property
+    def why(self) -> str:
+        """Why the key waits, in words."""
+        why = explain(self.queue, self.last)
+        return why if self.limit is None else f"{why}; it {self.limit.describe(self.keys.label)}"
+
+
 @key.command("list")
 def list_(
     handlers: HandlerNames = None,
@@ -135,14 +152,14 @@ def list_(
         found = [(place.keys, one) for place in places for one in place.queues]
         found.sort(key=lambda one: (one[1].state != "parked", -one[1].length))
         is_left = bool(found) and one_handler and not as_json and not is_running(client, existing)
-        errors = [] if count else last_errors(client, found[:limit])
+        rows = [] if count else _read_rows(client, found[:limit])
     if count:
         _print_counts(places, as_json=as_json)
     elif as_json:
-        for (keys, queue), last in zip(found, errors, strict=False):
-            print_json(_as_json(keys, queue, last))
+        for row in rows:
+            print_json(_as_json(row))
     else:
-        _print_keys(found, errors, with_handler=not one_handler)
+        _print_keys(found, rows, with_handler=not one_handler)
     if not as_json:
         _print_pauses(pauses)
         _print_nearly_full(places)
@@ -162,23 +179,28 @@ def show(
         found = [
             (keys, one) for keys in find_handler(client, handler, stream) for one in read_queues(client, keys, [queue])
         ]
-        errors = last_errors(client, found)
+        rows = _read_rows(client, found)
     if not found:
         raise MillstreamError(
             f"the key {key!r} of {handler} is not in progress, queued or parked; see: millstream key list {handler}"
         )
-    for (keys, one), last in zip(found, errors, strict=True):
-        row = _as_json(keys, one, last)
+    for row in rows:
+        shown = _as_json(row)
         if as_json:
-            print_json(row)
+            print_json(shown)
         else:
-            print_details(_details_of(row, _name(one)))
-            if row["traceback"]:
-                print_text(row["traceback"].rstrip("\n"))
+            print_details(_details_of(shown, _name(row.queue)))
+            if row.last.traceback:
+                print_text(row.last.traceback.rstrip("\n"))
 
 
-def _details_of(row: Mapping[str, Any], name: str) -> Iterator[tuple[str, str]]:
-    for field_name, value in {**row, "key": name}.items():
+def _read_rows(client: Client, found: Sequence[tuple[HandlerKeys, KeyQueue]]) -> list[_Row]:
+    known = zip(found, last_errors(client, found), find_limit_waits(client, found), strict=True)
+    return [_Row(keys=keys, queue=queue, last=last, limit=limit) for (keys, queue), last, limit in known]
+
+
+def _details_of(shown: Mapping[str, Any], name: str) -> Iterator[tuple[str, str]]:
+    for field_name, value in {**shown, "key": name}.items():
         if field_name == "traceback":
             continue
         if field_name in ("since_ms", "until_ms", "failing_since_ms"):
@@ -189,10 +211,11 @@ def _details_of(row: Mapping[str, Any], name: str) -> Iterator[tuple[str, str]]:
             yield field_name.replace("_", " "), "-" if value is None else f"{value}"
 
 
-def _as_json(keys: HandlerKeys, queue: KeyQueue, last: LastError) -> dict[str, Any]:
+def _as_json(row: _Row) -> dict[str, Any]:
+    queue, last = row.queue, row.last
     return {
-        "handler": keys.label,
-        "stream": keys.stream,
+        "handler": row.keys.label,
+        "stream": row.keys.stream,
         "key": json_value(queue.key),
         "state": queue.state,
         "messages": queue.length,
@@ -205,8 +228,9 @@ def _as_json(keys: HandlerKeys, queue: KeyQueue, last: LastError) -> dict[str, A
         "attempts": last.attempts or None,
         "blocked": is_blocked(queue, last),
         "lost_leases": queue.expired_leases,
+        "limit": None if row.limit is None else json_value(row.limit.value),
         "parked": queue.parked_reason,
-        "why": explain(queue, last),
+        "why": row.why,
         "error": last.error or None,
         "traceback": last.traceback or None,
     }
@@ -239,29 +263,27 @@ def _describe(states: Counter[str], messages: int) -> str:
     )
 
 
-def _print_keys(
-    found: Sequence[tuple[HandlerKeys, KeyQueue]], errors: Sequence[LastError], *, with_handler: bool
-) -> None:
-    """Print as many of these keys as there are errors."""
+def _print_keys(found: Sequence[tuple[HandlerKeys, KeyQueue]], rows: Sequence[_Row], *, with_handler: bool) -> None:
+    """Print the number of all keys, and those that are rows."""
     if not found:
         print_message("there are no such keys")
         return
     print_line(_describe(Counter(str(queue.state) for _, queue in found), sum(queue.length for _, queue in found)))
-    rows = [
+    cells = [
         (
-            *((keys.label,) if with_handler else ()),
-            _name(queue),
-            escape(keys.stream),
-            queue.state,
-            f"{queue.length:,}",
-            queue.first_id,
-            truncate_on_screen(explain(queue, last), _WHY_CHARS),
-            truncate_on_screen("" if last.error in queue.why else last.error, _ERROR_CHARS) or "-",
+            *((row.keys.label,) if with_handler else ()),
+            _name(row.queue),
+            escape(row.keys.stream),
+            row.queue.state,
+            f"{row.queue.length:,}",
+            row.queue.first_id,
+            truncate_on_screen(row.why, _WHY_CHARS),
+            truncate_on_screen("" if row.last.error in row.queue.why else row.last.error, _ERROR_CHARS) or "-",
         )
-        for (keys, queue), last in zip(found, errors, strict=False)
+        for row in rows
     ]
     columns = ("~key", "~stream", "state", ">messages", "+first", "+why", "+last error")
-    print_table((*(("~handler",) if with_handler else ()), *columns), rows)
+    print_table((*(("~handler",) if with_handler else ()), *columns), cells)
 
 
 def _print_pauses(pauses: Mapping[HandlerKeys, Pause]) -> None:

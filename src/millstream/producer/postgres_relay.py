@@ -19,7 +19,7 @@ import psycopg
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict
 
-from millstream.clock import Backoff
+from millstream.clock import SYSTEM_CLOCK, Backoff
 from millstream.errors import ConfigError, OutputError, Unavailable
 from millstream.handlers.encoding import encode_output
 from millstream.producer.session import BATCH_ENTRIES, BATCH_SIZE, Batch, ProducerSession, new_token
@@ -57,14 +57,15 @@ SELECT relay_batch, id, message::text FROM {table} WHERE relay_batch IS NOT NULL
 _NEW = """
 SELECT id FROM {table} WHERE relay_batch IS NULL ORDER BY id LIMIT 1
 """
-_CLAIM = """
+CLAIM = """
 WITH first AS (
     SELECT id, octet_length(message::text) AS size FROM {table} WHERE relay_batch IS NULL ORDER BY id LIMIT %s
 ), sums AS (
     SELECT id, sum(size) OVER (ORDER BY id) - size AS before FROM first
 )
-UPDATE {table} SET relay_batch = %s WHERE relay_batch IS NULL AND id IN (SELECT id FROM sums WHERE before < %s)
+UPDATE {table} SET relay_batch = %s WHERE relay_batch IS NULL AND id = ANY (ARRAY(SELECT id FROM sums WHERE before < %s))
 """
+"""The ids are an array, for an index scan: by the statistics an outbox is empty, and a join would read it for each row."""
 _NEXT = """
 SELECT greatest(batch + 1, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint) FROM {record} FOR UPDATE
 """
@@ -89,6 +90,8 @@ _UNAVAILABLE = (psycopg.OperationalError, psycopg.InterfaceError, psycopg.Intern
 """Errors that pass: the last one is of a primary that has become a standby."""
 _REFUSED = (psycopg.ProgrammingError, psycopg.IntegrityError, psycopg.DataError, psycopg.NotSupportedError)
 _WAITS_MS = (100.0, 10_000.0)
+_LOOK_MS = 200.0
+"""How often a relay that waits for a notification looks whether it is to stop."""
 _LONGEST_NAME = 55
 _decode_message = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
@@ -158,17 +161,16 @@ class PostgresRelay:
                         self._prepare(create_tables=create_tables)
                         is_prepared = True
                     moved = self._move_or_wait(stopping)
+                    backoff.reset()
+                    if not moved and once:
+                        return
+                    if not moved:
+                        self._await_notification(stopping, poll_ms)
                 except _UNAVAILABLE as error:
                     self.close()
                     wait_ms = backoff.next_ms()
                     logger.warning("PostgreSQL is unavailable: %s; retrying in %.1f s", _line(error), wait_ms / 1000)
                     stopping.wait(wait_ms / 1000)
-                    continue
-                backoff.reset()
-                if not moved and once:
-                    return
-                if not moved:
-                    stopping.wait(poll_ms / 1000)
         finally:
             self.close()
 
@@ -186,6 +188,14 @@ class PostgresRelay:
         with self._transaction():
             self.rows += self._execute(_DELETE, found.batch).rowcount
         return len(found.rows)
+
+    def _await_notification(self, stopping: threading.Event, longest_ms: float) -> None:
+        """Wait until a transaction notifies the channel of the table, or so long, or until `stopping`."""
+        until_ms = SYSTEM_CLOCK.monotonic_ms() + longest_ms
+        while not stopping.is_set() and (left_ms := until_ms - SYSTEM_CLOCK.monotonic_ms()) > 0:
+            # The wait returns what came since the last one, also during other statements; no signal ends it.
+            if [*self._connect().notifies(timeout=min(left_ms, _LOOK_MS) / 1000, stop_after=1)]:
+                return
 
     def _move_or_wait(self, stopping: threading.Event) -> int:
         """Move a batch, after waiting for Redis; 0 if there is none, or it is to stop before Redis has answered."""
@@ -256,7 +266,7 @@ class PostgresRelay:
             (batch,) = self._one(_NEXT)
             if found := self._claimed():
                 return found
-            if not self._execute(_CLAIM, BATCH_ENTRIES, batch, BATCH_SIZE).rowcount:
+            if not self._execute(CLAIM, BATCH_ENTRIES, batch, BATCH_SIZE).rowcount:
                 raise psycopg.Rollback(transaction)
             self._execute("UPDATE {record} SET batch = %s", batch)
             return self._claimed()
@@ -299,6 +309,7 @@ class PostgresRelay:
     def _connect(self) -> psycopg.Connection[Any]:
         if self._connection is None:
             self._connection = psycopg.connect(**self._database, autocommit=True, prepare_threshold=None)
+            self._execute("LISTEN {channel}")
         return self._connection
 
 
@@ -312,6 +323,7 @@ def _names_of(table: str) -> dict[str, sql.Identifier]:
     return {
         "table": sql.Identifier(*schema, name),
         "record": sql.Identifier(*schema, f"{name}_relay"),
+        "channel": sql.Identifier(name),
         "new": sql.Identifier(f"{name}_new"),
         "claimed": sql.Identifier(f"{name}_claimed"),
     }
