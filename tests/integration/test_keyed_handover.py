@@ -4,7 +4,9 @@ from collections.abc import Callable
 
 import pytest
 
+from millstream.admin.handler_figures import read_figures
 from millstream.admin.key_queues import park, skip, unpark
+from millstream.clock import SYSTEM_CLOCK
 from millstream.delivery.effects import Effects
 from millstream.delivery.keyed_stream import KeyedStream, KeyLease, LeaseRelease
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
@@ -12,6 +14,7 @@ from millstream.errors import ConfigError, StaleOwner
 from millstream.handlers.encoding import pack_output
 from millstream.model import EntryId
 from millstream.redis_client.client import Client
+from millstream.redis_client.replies import mapping_of
 from tests.support.keyed_fixtures import (
     KEYS,
     MANY,
@@ -73,6 +76,15 @@ def test_spark_continues_where_keyed_workers_stopped_and_they_where_spark_stoppe
     assert outputs(client) == expected("ABABABAB")
     assert (client.execute("EXISTS", KEYS.incomplete, KEYS.offsets), violations(again)) == (0, [])
     assert not commit(lease)
+
+
+def test_what_workers_had_read_counts_as_waiting_from_the_moment_when_spark_takes_over(client: Client) -> None:
+    """`millstream auto` decides by that, and no entry beyond what the group shows is trimmed."""
+    some_of_two_queues(client)
+    spark(client).begin_run(["in"])
+    assert read_figures(client, [KEYS], SYSTEM_CLOCK).waiting == 7
+    (group,) = client.execute("XINFO", "GROUPS", "in")
+    assert mapping_of(group)[b"last-delivered-id"] == b"1-0"
 
 
 @pytest.mark.parametrize(

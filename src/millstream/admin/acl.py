@@ -72,7 +72,7 @@ SCRIPTS: Mapping[str, str] = {
     "partitions/import_keys": f"{_QUEUES} hpexpireat hset hsetnx",
     "leases/heartbeat": f"{_SERVICE} exists get hexists hgetall hlen hsetnx incrby llen lpop lrange pexpire smembers xgroup|setid "
     "xinfo|groups xinfo|stream xlen xreadgroup zadd zrange zrangebyscore zscore",
-    "commit/begin_run": f"{_TAKEOVER} {_MAY_COMMIT} {_MAY_EXPIRE} ltrim xack zadd",
+    "commit/begin_run": f"{_TAKEOVER} {_MAY_COMMIT} {_MAY_EXPIRE} ltrim xack xgroup|setid zadd",
     "producer/cancel_delayed": "hdel zrem",
     "commit/checkpoint": f"{_GROUP} del hset time unlink xack xpending",
     "leases/claim_stream": f"{_SERVICE} hexists lrem zscore",

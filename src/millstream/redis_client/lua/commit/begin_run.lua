@@ -28,7 +28,7 @@ local found = redis.call('HMGET', KEYS[1], 'epoch', 'committed_id', 'owner', 'ta
 local epoch, committed_id, owner, takeover_offset = found[1], found[2], found[3], found[4]
 local function may_use_queues()
   return may('XACK', KEYS[7], ARGV[2], '0-0') or may('LTRIM', READY, '0', '-1') or may('LREM', READY, 1, '')
-    or may('ZADD', BACKOFF, 'none', '')
+    or may('ZADD', BACKOFF, 'none', '') or may('XGROUP', 'SETID', KEYS[7], ARGV[2], '0-0')
 end
 
 local refusal = refuse_format(found[5], ARGV[5]) or stale(ARGV[1], epoch) or may_commit() or may_use_queues()
@@ -40,6 +40,7 @@ if epoch ~= ARGV[1] then
 end
 if owner then
   committed_id = take_over(ARGV[2], owner, committed_id, ARGV[3] ~= '')
+  redis.call('XGROUP', 'SETID', KEYS[7], ARGV[2], committed_id) -- what is not committed waits, and must not be trimmed
   takeover_offset = redis.call('HGET', KEYS[1], 'takeover_offset')
 end
 
