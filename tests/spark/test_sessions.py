@@ -6,8 +6,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from millstream.redis_client.client import Client
@@ -70,6 +72,15 @@ def copied(folder: Path) -> int:
     return sum({int(batch): int(rows) for batch, rows in map(str.split, lines)}.values())
 
 
+def daemons(driver: Driver) -> set[int]:
+    """The parents of its Python workers, busy or idle."""
+    found = set()
+    for worker in driver.workers():
+        with suppress(psutil.NoSuchProcess):
+            found.add(worker.ppid())
+    return found
+
+
 def test_a_run_continues_in_a_new_session_when_its_session_ends_and_ctrl_c_within_a_batch_is_quick_and_quiet(
     millstream_url: str, tmp_path: Path
 ) -> None:
@@ -96,6 +107,7 @@ def test_a_run_continues_in_a_new_session_when_its_session_ends_and_ctrl_c_withi
                 count = 50 * (round_ + 1)
                 wait_for(lambda: client.execute("XLEN", "out") >= count, f"{count} out")  # noqa: B023
                 wait_for(lambda: copied(tmp_path) >= count, f"{count} copied")  # noqa: B023
+                assert len(daemons(driver)) == 1, "it forks all workers: those that read and those that run the handler"
                 if round_ < ENDS:
                     (tmp_path / "stop-the-session").touch()
                     publish(client)

@@ -147,6 +147,10 @@ def prefill_environment(spark: SparkSession) -> None:
     queries start at once in a new session, as after a restart, the map may count an entry twice. From then on nothing
     that holds it can be serialized: every query ends with "Task not serializable", however often it is restarted.
     Putting a variable that is there already changes no count.
+
+    On one machine it also removes the import path that Spark has put there: every Python that Spark starts has the path
+    of its Java. Spark starts a daemon of Python workers for each environment; so one daemon serves all tasks, those of
+    the source and those of handlers.
     """
     timeout_s = spark.sparkContext.getConf().get("spark.python.authenticate.socketTimeout", "15s")
     known = {
@@ -157,7 +161,9 @@ def prefill_environment(spark: SparkSession) -> None:
     }
     source = java_session(spark).sessionState().dataSourceManager().lookupDataSource(_FORMAT)
     environment = source.dataSourceCls().envVars()
-    for name, value in known.items():
+    if not is_cluster(str(spark.sparkContext.master)):
+        environment.remove("PYTHONPATH")
+    for name, value in {**known, **spark.sparkContext.environment}.items():
         environment.putIfAbsent(name, value)
 
 
