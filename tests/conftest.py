@@ -78,6 +78,15 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Chromium]":
         yield started
 
 
+@pytest.fixture(scope="session")
+def quick_pythons() -> Iterator[None]:
+    """Spark that tests start in processes of its own has the Python of its sources and sinks start quickly."""
+    from tests.support.spark_pythons import quick_spark_pythons  # most processes of a run need no Spark
+
+    with quick_spark_pythons():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def own_import_path() -> Iterator[None]:
     """What tests and fixtures of modules make importable is not so in child processes of others: apps share names."""
@@ -160,6 +169,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if spark_group := _spark_group(item):
             item.add_marker(pytest.mark.xdist_group(spark_group))
+            if (
+                spark_group == "drivers"
+                and isinstance(item, pytest.Function)
+                and "quick_pythons" not in item.fixturenames
+            ):
+                item.fixturenames.insert(0, "quick_pythons")
     items.sort(key=_rank)
 
 

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tests.support import source_runners
+from tests.support import spark_pythons
 
 HOME = Path(sys.prefix) / "spark-home"  # beside the PySpark that it is of
 ARCHIVE = HOME / "classes.jsa"
@@ -50,9 +50,9 @@ def _home() -> Path:
             (HOME / part).symlink_to(Path(installed.origin).parent / part)
     site = HOME / "python" / "lib" / "pyspark.zip" / "sitecustomize.py"
     site.parent.mkdir(parents=True, exist_ok=True)
-    if not site.exists() or site.read_text() != source_runners.SITE:
+    if not site.exists() or site.read_text() != spark_pythons.SITE:
         written = site.with_suffix(f".{os.getpid()}")
-        written.write_text(source_runners.SITE)
+        written.write_text(spark_pythons.SITE)
         written.rename(site)
     return HOME
 

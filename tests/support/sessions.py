@@ -1,5 +1,6 @@
 """The Spark session that all tests of one process share, and the end of the Java behind it."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -8,15 +9,16 @@ from pyspark.sql import SparkSession
 
 from millstream.spark.run.session import close_session, open_session
 from tests.support.java import end_java
-from tests.support.source_runners import quick_source_runners
+from tests.support.spark_pythons import VARIABLE, quick_spark_pythons
 from tests.support.waiting import eventually
 
 
 @contextmanager
 def shared_session() -> Iterator[SparkSession]:
     """Two cores, tasks that may fail three times, two shuffle partitions, no web page and a quiet log."""
-    with quick_source_runners():
+    with quick_spark_pythons():
         spark = open_session("tests", master="local[2,4]", conf={"spark.sql.shuffle.partitions": "2"})
+        del os.environ[VARIABLE]  # Java has it; other processes that tests start do without
         yield spark
         _end_session(spark)
 

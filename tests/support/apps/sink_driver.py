@@ -4,18 +4,20 @@ It reads `in` by offsets, and shares the group `g` of `shared`. Arguments: URL, 
 stream in a batch. It ends when all that was there is copied.
 """
 
+import os
 import sys
 
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import DataFrame
 
 from millstream.spark.run.session import open_session
-from tests.support.apps.sink_source import DeadlySource
+from tests.support.apps.sink_source import DRIVER, DeadlySource
 from tests.support.triggers import run_to_end
 
 
 def main(url: str, checkpoint: str, master: str, most: str) -> None:
     """Run to the end."""
+    DRIVER.write_text(str(os.getpid()))
     spark = open_session("sink", master=master, conf={})
     spark.dataSource.register(DeadlySource)
 

@@ -20,6 +20,8 @@ from millstream.spark.source.group_batches import Batches, NotAcknowledged
 from millstream.spark.source.provider import RedisStreamsSource
 
 ARM = Path(os.environ["MILLSTREAM_TEST_ARM"])
+DRIVER = ARM / "driver.pid"
+"""Has the process id of the driver."""
 
 IN_TASKS = ("before-staging", "half-staged", "staged")
 ON_THE_DRIVER = ("before-commit", "asked", "closed", "decided", "half-published", "published")
@@ -44,10 +46,8 @@ def reach(point: str) -> None:
     except FileNotFoundError:
         return  # another process was faster
     if whole:
-        above = psutil.Process().parents()
-        java = next(process for process in above if "java" in process.name())
-        driver = java.parent()
-        assert driver is not None
+        driver = psutil.Process(int(DRIVER.read_text()))
+        (java,) = (process for process in driver.children() if "java" in process.name())
         driver.kill()
         java.kill()
     os.kill(os.getpid(), signal.SIGKILL)
