@@ -87,6 +87,21 @@ def test_what_workers_had_read_counts_as_waiting_from_the_moment_when_spark_take
     assert mapping_of(group)[b"last-delivered-id"] == b"1-0"
 
 
+def test_a_group_at_what_is_committed_keeps_its_count_of_entries_as_the_loss_of_later_ones_is_found_by_it(
+    client: Client,
+) -> None:
+    for n in range(8):
+        client.execute("XADD", "in", f"{n + 1}-0", "k", "A")
+    worker = unkeyed(client)
+    for delivery in worker.fetch(count=MANY):
+        assert worker.ack(delivery) == []
+    for _ in range(2):
+        client.execute("XADD", "in", "MAXLEN", "1", "*", "k", "A")
+    spark(client).begin_run(["in"])
+    (group,) = client.execute("XINFO", "GROUPS", "in")
+    assert (mapping_of(group)[b"last-delivered-id"], mapping_of(group)[b"entries-read"]) == (b"8-0", 8)
+
+
 @pytest.mark.parametrize(
     "late",
     [

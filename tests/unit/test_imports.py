@@ -118,17 +118,24 @@ def test_a_process_collects_no_garbage_until_its_modules_are_imported_and_frozen
     assert found.stdout.splitlines()[-1] == f"0 {enabled_after} {enabled_after}"
 
 
-def test_a_worker_process_collects_garbage_again_before_it_runs_handlers() -> None:
+def test_the_garbage_of_an_app_is_collected_and_its_own_setting_of_the_collector_is_kept() -> None:
     code = """
-import gc
-from millstream.cli.held_gc import hold_gc
+import gc, weakref
+from millstream.cli.held_gc import hold_gc, release_gc
 from millstream.worker.process.worker_process import tune_gc
 hold_gc()
-tune_gc()
+release_gc()
 print(gc.isenabled(), gc.get_freeze_count() > 0)
+class Loaded: pass
+loaded = Loaded()
+loaded.itself, alive = loaded, weakref.ref(loaded)
+del loaded
+gc.disable()
+tune_gc()
+print(gc.isenabled(), alive() is None)
 """
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout == "True True\n"
+    assert found.stdout == "True True\nFalse True\n"
 
 
 def test_metrics_of_redis_py_itself_can_still_be_switched_on() -> None:

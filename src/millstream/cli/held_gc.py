@@ -1,7 +1,8 @@
-"""Keeps Python's garbage collector off while a process starts.
+"""Keeps Python's garbage collector off while a process of ours imports our modules.
 
-Imports leave hardly any garbage, and collections take a sixth of their time. After the start, what is loaded is frozen:
-no later collection traverses it, nor the last ones at the end of the process (Python docs, "gc.freeze").
+These imports leave hardly any garbage, and collections take a sixth of their time. What is loaded is frozen: no later
+collection traverses it, nor the last ones at the end of the process (Python docs, "gc.freeze"). An app of a user is
+imported with the collector on.
 """
 
 import gc
@@ -13,7 +14,7 @@ def hold_gc() -> None:
 
 
 def release_gc() -> None:
-    """End the start of a process that `hold_gc` began. Any other process, as one that runs tests, is left as it is."""
+    """Freeze what is loaded and collect garbage from now on, if the collector is off."""
     if not gc.isenabled():
         gc.freeze()
         gc.enable()

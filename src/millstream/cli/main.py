@@ -268,7 +268,10 @@ class _Program(typer.Typer):
     def __call__(self, *args: Any, **options: Any) -> Any:
         redact_uncaught_exceptions()
         hold_gc()
-        return get_command(self)(*args, **{"prog_name": _NAME, **options})
+        try:
+            return get_command(self)(*args, **{"prog_name": _NAME, **options})
+        finally:
+            release_gc()  # help and wrong usage load no command
 
 
 main = _Program(

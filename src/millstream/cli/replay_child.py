@@ -118,6 +118,7 @@ def main() -> None:
         return
     os.set_inheritable(job.reply_to, False)
     start_logging(job.log)
+    release_gc()
     with os.fdopen(job.reply_to, "wb") as replies:
         try:
             handler = handler_of(job.target, job.handler)
@@ -125,7 +126,6 @@ def main() -> None:
             write_frame(replies, HandlerFacts(error=str(error)))
             return
         finish_logging()
-        release_gc()
         write_frame(replies, _facts_of(handler))
         _answer(handler, job.key, replies)
 

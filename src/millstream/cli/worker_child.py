@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from millstream.app import load_app
+from millstream.cli.held_gc import release_gc
 from millstream.cli.log_output import LogSettings, finish_logging, start_logging
 from millstream.cli.signals import stopping_at_signals
 from millstream.cli.terminal import print_message, print_message_text, redact_uncaught_exceptions
@@ -85,6 +86,7 @@ def _run(job: WorkerJob) -> Sequence[Delivery]:
         sys.stdout.reconfigure(line_buffering=True)  # so that the output of handlers appears at once
     os.set_inheritable(job.report_to, False)
     recorder, health = Recorder(), Health()
+    release_gc()
     app = load_app(job.target)
     finish_logging()
     process = WorkerProcess(

@@ -1,10 +1,10 @@
-"""RunTimes: how long the runs of a handler took of late, reported by each worker so that operators see it."""
+"""RunTimes: how long the runs of a handler took in the last minute, reported by each worker so that operators see it."""
 
 from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from millstream.delivery.expiring_members import hold_members, read_members
+from millstream.delivery.expiring_members import HOLD_MEMBERS, read_members
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import run_times_key
 from millstream.redis_client.pipelining import server_time_ms
@@ -19,16 +19,16 @@ class RunTimes(msgspec.Struct, frozen=True, kw_only=True):
     * `worker`: its consumer
     * `committed`, `retried`: messages that were committed, and failed runs that will be repeated
     * `p50_ms`, `p99_ms`, `longest_ms`: how long a run took, in milliseconds, by the last runs of the time; with many
-      runs by a sample of them
+      runs by a sample of them; None if no run ended, but only earlier ones were committed
     """
 
     worker: str
     over_ms: int
     committed: int
     retried: int
-    p50_ms: float
-    p99_ms: float
-    longest_ms: float
+    p50_ms: float | None
+    p99_ms: float | None
+    longest_ms: float | None
 
 
 def report_run_times(
@@ -36,13 +36,12 @@ def report_run_times(
 ) -> None:
     """Replace the report of a worker, if it has one: `earlier`. Without `found` it is removed. Raises RedisError."""
     key = run_times_key(app, handler)
-    for held_ms, one in ((0, earlier), (HELD_MS, found)):
-        if one is not None:
-            hold_members(client, held_ms, {key: (one,)})
+    given = [(held_ms, one) for held_ms, one in ((0, earlier), (HELD_MS, found)) if one is not None]
+    client.scripts([(HOLD_MEMBERS, (key,), (held_ms, msgspec.json.encode(one))) for held_ms, one in given])
 
 
 def read_run_times(client: Client, handlers: Iterable[tuple[str, str]]) -> dict[tuple[str, str], Sequence[RunTimes]]:
-    """The run times of each handler, by app and name, one for each worker on which runs ended of late.
+    """The run times of each handler, by app and name, one for each worker on which runs ended in the last minute.
 
     () for one that this user may not read. Raises RedisError.
     """

@@ -14,9 +14,9 @@ def format_age(duration_ms: float | None) -> str:
     return f"{seconds:.1f} s"
 
 
-def format_run_time(duration_ms: float) -> str:
-    """The duration of a run, in milliseconds, with three digits below a second; as `format_age` from there on."""
-    return f"{duration_ms:.3g} ms" if duration_ms < 999.5 else format_age(duration_ms)
+def format_run_time(duration_ms: float | None) -> str:
+    """The duration of a run, in milliseconds, with three digits below a second; otherwise as `format_age`."""
+    return f"{duration_ms:.3g} ms" if duration_ms is not None and duration_ms < 999.5 else format_age(duration_ms)
 
 
 def format_time(unix_ms: float) -> str | None:

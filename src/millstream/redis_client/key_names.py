@@ -178,7 +178,7 @@ def running_code_key(app: str, handler: str) -> str:
 
 
 def run_times_key(app: str, handler: str) -> str:
-    """Sorted set, with a time to live: how long runs of a handler took on each worker of late, until when. No worker can
+    """Sorted set, with a time to live: how long runs of a handler took on each worker in the last minute, until when. No worker can
     have this name.
     """
     return worker_name_key(app, f":runs:{handler}")

@@ -133,13 +133,13 @@ class LoopMetrics:
             self._metrics.count(m.CLAIMED, count, handler=self._handler)
 
     def observe_run_times(self, took_ms: Sequence[float]) -> None:
-        """Observe how long the handler ran, on each of some messages; of all messages if there is a metrics backend."""
+        """Observe how long the handler ran, on each of some messages; of a sample without a metrics backend."""
         self._run_times_ms.extend(took_ms)
         if self._metrics is not NO_METRICS:
             self._metrics.observe_all(m.HANDLER_SECONDS, [ms / 1000 for ms in took_ms], handler=self._handler)
 
     def take_run_times(self) -> list[float]:
-        """Return how long runs took that were observed since the last call, in milliseconds; only the last thousands."""
+        """Return how long runs took that were observed since the last call, in milliseconds; at most the last 2,000."""
         taken, self._run_times_ms = self._run_times_ms, deque(maxlen=_RUN_TIMES_KEPT)
         return list(taken)
 

@@ -148,8 +148,8 @@ def prefill_environment(spark: SparkSession) -> None:
     that holds it can be serialized: every query ends with "Task not serializable", however often it is restarted.
     Putting a variable that is there already changes no count.
 
-    On one machine it also removes the import path that Spark has put there: every Python that Spark starts has the path
-    of its Java. Spark starts a daemon of Python workers for each environment; so one daemon serves all tasks, those of
+    On one machine it also removes the import path that Spark has put there: every Python that Spark starts has the
+    PYTHONPATH of the Java process. Spark starts a daemon of Python workers for each environment; so one daemon serves all tasks, those of
     the source and those of handlers.
     """
     timeout_s = spark.sparkContext.getConf().get("spark.python.authenticate.socketTimeout", "15s")
@@ -163,7 +163,7 @@ def prefill_environment(spark: SparkSession) -> None:
     environment = source.dataSourceCls().envVars()
     if not is_cluster(str(spark.sparkContext.master)):
         environment.remove("PYTHONPATH")
-    for name, value in {**known, **spark.sparkContext.environment}.items():
+    for name, value in {**spark.sparkContext.environment, **known}.items():
         environment.putIfAbsent(name, value)
 
 

@@ -94,7 +94,6 @@ class Maintenance(Generic[S]):
                 except Unavailable as error:
                     self.reread_pending.set()
                     logger.debug("maintenance failed, Redis is unavailable: %s; retrying", error)
-        self._run_times.end()
 
     def _claim_until(self, due_ms: float, stopping: threading.Event) -> None:
         while self._renewer.claim_idle() and self._clock.monotonic_ms() < due_ms and not stopping.wait(_SOON_S):
@@ -111,6 +110,7 @@ class Maintenance(Generic[S]):
                             self._renewer.renew(stream)
                 except Unavailable as error:
                     logger.debug("cannot renew running messages, Redis is unavailable: %s; retrying", error)
+        self._run_times.end()
 
     def run_once(self) -> None:
         """Renew, record progress, check time limits, and report figures, once."""

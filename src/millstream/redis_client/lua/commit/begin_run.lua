@@ -40,7 +40,10 @@ if epoch ~= ARGV[1] then
 end
 if owner then
   committed_id = take_over(ARGV[2], owner, committed_id, ARGV[3] ~= '')
-  redis.call('XGROUP', 'SETID', KEYS[7], ARGV[2], committed_id) -- what is not committed waits, and must not be trimmed
+  -- What is not committed waits, and must not be trimmed. A group that is there already keeps its count of entries.
+  if find_group(ARGV[2])['last-delivered-id'] ~= committed_id then
+    redis.call('XGROUP', 'SETID', KEYS[7], ARGV[2], committed_id)
+  end
   takeover_offset = redis.call('HGET', KEYS[1], 'takeover_offset')
 end
 
