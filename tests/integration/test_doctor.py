@@ -520,6 +520,17 @@ def test_a_sample_of_many_streams_begins_with_those_where_a_message_or_a_key_is_
     assert found.what == f"shop.pay: 3 {kind}s"
 
 
+def test_dead_letters_on_more_streams_than_are_asked_have_no_time_as_older_ones_may_be_there(client: Client) -> None:
+    for n in range(101):
+        joined_by_field(client, f"s:{n}", app="shop", handler="pay")
+        client.execute("XADD", HandlerKeys("shop", "pay", f"s:{n}").dead_letters, f"{2_000 - n}-0", "n", n)
+    (letters,) = found(diagnose(client), "dead-letters")
+    assert (letters.what, letters.since_ms) == ("shop.pay: 101 dead letters", None)
+    client.execute("DEL", HandlerKeys("shop", "pay", "s:0").dead_letters)
+    (letters,) = found(diagnose(client), "dead-letters")
+    assert (letters.what, letters.since_ms) == ("shop.pay: 100 dead letters", 1_900)
+
+
 def test_the_command_ends_with_1_only_if_there_is_a_problem(admin: Client) -> None:
     outcome = call("doctor", url=admin.url)
     assert (outcome.code, outcome.err.splitlines()[-1].startswith("0 problems")) == (0, True)

@@ -144,8 +144,13 @@ def _count_idle(client: Client, places: Sequence[tuple[str, str]], old_ms: int) 
 
 
 def _oldest_letters_ms(client: Client, handlers: Sequence[HandlerReport]) -> dict[str, int]:
-    """When the oldest dead letter of each handler was written, of some hundred that have any. Their ids tell it."""
-    some = [one for one in handlers if one.dead_letters][:_WATCHED]
+    """When the oldest dead letter of each handler was written, of the first hundred that have any. Their ids tell it.
+
+    A handler with another stream beyond these is left out: there may be older ones.
+    """
+    having = [one for one in handlers if one.dead_letters]
+    beyond = {one.label for one in having[_WATCHED:]}
+    some = [one for one in having[:_WATCHED] if one.label not in beyond]
     calls = [(COUNT_ENTRIES, (to_wire(_keys(one).dead_letters),), ("0-0", 1, "+")) for one in some]
     oldest: dict[str, int] = {}
     for one, reply in zip(some, client.try_scripts(calls), strict=True):
