@@ -4,13 +4,16 @@ import json
 import os
 import re
 import signal
+import socket
+import socketserver
 import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from subprocess import run as run_program
+from typing import Any
 
 import psycopg
 import pytest
@@ -386,6 +389,77 @@ def test_a_relay_that_is_notified_moves_rows_without_a_poll_also_on_a_new_connec
         eventually(lambda: numbers(client) == [0, 1, 2, 3], "the row after the new connection")
         process.send_signal(signal.SIGTERM)
         assert ended(process).code == 0, "a stop does not wait for the next poll"
+
+
+def test_a_relay_with_rows_to_move_keeps_no_notifications(
+    relay: PostgresRelay, database: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect, connections = psycopg.connect, list[psycopg.Connection]()
+
+    def remember(**options: Any) -> psycopg.Connection:
+        connections.append(connect(**options))
+        return connections[-1]
+
+    monkeypatch.setattr(psycopg, "connect", remember)
+    for number in range(3):
+        insert(database, f'{{"n": {number}}}')
+        assert relay.move_batch() == 1
+        for _ in range(50):
+            database.execute("NOTIFY outbox")
+    # The statements of the first receive what was sent before.
+    assert [relay.move_batch(), relay.move_batch()] == [0, 0]
+    (connection,) = connections
+    assert [*connection.notifies(timeout=0)] == []
+
+
+class WithoutListen(socketserver.BaseRequestHandler):
+    """Forwards a connection to PostgreSQL; for LISTEN it sends a statement that no PostgreSQL has, of the same length."""
+
+    behind = ""
+
+    def handle(self) -> None:
+        with socket.socket(socket.AF_UNIX) as server:
+            server.connect(self.behind)
+            back = threading.Thread(target=self.forward, args=(server, self.request))
+            back.start()
+            self.forward(self.request, server)
+            back.join()
+
+    def forward(self, source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(65_536):
+                target.sendall(data.replace(b'LISTEN "outbox"', b"DO LANGUAGE c''"))
+        with suppress(OSError):
+            target.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_relay_polls_where_the_server_has_no_notifications_and_logs_that_once(
+    relay: PostgresRelay, server: str, database: psycopg.Connection, client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = conninfo_to_dict(server)
+    handler = type("_", (WithoutListen,), {"behind": f"{place['host']}/.s.PGSQL.5432"})
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), handler) as pooler:
+        threading.Thread(target=pooler.serve_forever).start()
+        address = f"host=127.0.0.1 port={pooler.server_address[1]} user=test dbname=postgres sslmode=disable"
+        moving, stopping = PostgresRelay(client, "orders", database=address), threading.Event()
+        thread = threading.Thread(target=moving.run, args=(stopping,), kwargs={"poll_ms": 1})
+        thread.start()
+        try:
+            insert(database, '{"n": 1}')
+            eventually(lambda: numbers(client) == [1] and left(database) == 0, "the row")
+            database.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'millstream relay'"
+            )
+            insert(database, '{"n": 2}')
+            eventually(lambda: numbers(client) == [1, 2] and left(database) == 0, "the row after a new connection")
+        finally:
+            stopping.set()
+            thread.join()
+            pooler.shutdown()
+    logged = [one.getMessage() for one in caplog.records if "notifications" in one.getMessage()]
+    assert logged == [
+        'outbox has no notifications: language "c" does not support inline code execution; polling for new rows'
+    ]
 
 
 def test_the_page_shows_the_tables_as_they_are_created() -> None:

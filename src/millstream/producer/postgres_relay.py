@@ -65,7 +65,8 @@ WITH first AS (
 )
 UPDATE {table} SET relay_batch = %s WHERE relay_batch IS NULL AND id = ANY (ARRAY(SELECT id FROM sums WHERE before < %s))
 """
-"""The ids are an array, for an index scan: by the statistics an outbox is empty, and a join would read it for each row."""
+"""The ids are an array, for an index scan: by the statistics an outbox is empty, and a join would read the whole table for
+each row."""
 _NEXT = """
 SELECT greatest(batch + 1, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint) FROM {record} FOR UPDATE
 """
@@ -129,6 +130,7 @@ class PostgresRelay:
             raise ConfigError("the password in --database has an @: write it as %40")
         self._connection: psycopg.Connection[Any] | None = None
         self._renumbered: int | None = None
+        self._polls_only = False
         self.rows = 0
         """Rows that were moved."""
 
@@ -176,6 +178,7 @@ class PostgresRelay:
 
     def move_batch(self) -> int:
         """Publish and delete one batch; return how many rows it had. May be repeated after any error."""
+        self._drop_notifications()
         found = self._claimed() or self._claim()
         if found is None:
             return 0
@@ -189,11 +192,17 @@ class PostgresRelay:
             self.rows += self._execute(_DELETE, found.batch).rowcount
         return len(found.rows)
 
+    def _drop_notifications(self) -> None:
+        """Drop what has come, of which psycopg keeps any number: the rows are committed, so the next statement sees them."""
+        for _ in self._connect().notifies(timeout=0):
+            pass
+
     def _await_notification(self, stopping: threading.Event, longest_ms: float) -> None:
         """Wait until a transaction notifies the channel of the table, or so long, or until `stopping`."""
         until_ms = SYSTEM_CLOCK.monotonic_ms() + longest_ms
         while not stopping.is_set() and (left_ms := until_ms - SYSTEM_CLOCK.monotonic_ms()) > 0:
-            # The wait returns what came since the last one, also during other statements; no signal ends it.
+            # The wait returns what came since the last one, also during other statements. A signal does not end the wait, so
+            # it is cut into pieces of `_LOOK_MS`.
             if [*self._connect().notifies(timeout=min(left_ms, _LOOK_MS) / 1000, stop_after=1)]:
                 return
 
@@ -309,8 +318,17 @@ class PostgresRelay:
     def _connect(self) -> psycopg.Connection[Any]:
         if self._connection is None:
             self._connection = psycopg.connect(**self._database, autocommit=True, prepare_threshold=None)
-            self._execute("LISTEN {channel}")
+            self._listen(self._connection)
         return self._connection
+
+    def _listen(self, connection: psycopg.Connection[Any]) -> None:
+        """Have PostgreSQL send the notifications of the table; some databases and poolers have none."""
+        try:
+            connection.execute(sql.SQL("LISTEN {channel}").format(**self._names))
+        except _REFUSED as error:
+            if not self._polls_only:
+                logger.warning("%s has no notifications: %s; polling for new rows", self._table, _line(error))
+            self._polls_only = True
 
 
 def _names_of(table: str) -> dict[str, sql.Identifier]:
