@@ -129,3 +129,24 @@ def test_the_list_names_the_limit_of_each_of_many_keys_and_of_a_key_that_waits_a
     waits = "waits for the limit of app.handle for tenant zeta: 1 message of it runs, 25 keys wait for it"
     assert {key for key, one in found.items() if waits in one["why"]} == {*list(wanted)[1:50:2]}
     assert "limit" not in found["k51"]["why"]
+
+
+def test_a_key_whose_limit_cannot_be_read_is_listed_without_it_beside_the_others(client: Client) -> None:
+    tenants = ("acme", "zeta", "eta")
+    fields: list[dict[Any, Any]] = [{"n": n, "key": one, "tenant": one} for n, one in enumerate(tenants, 1)]
+    for one in fields:
+        permits = KEYS.permits(one["tenant"].encode())
+        client.execute("HSET", permits, "other 1-0", f"t{now_ms(client) + 3_600_000:.0f}")
+        client.execute("XADD", "in", f"{one['n']}-0", *[part for item in one.items() for part in item])
+    fixture = TaskFixture(client)
+    handler = make(copy_of, key="key", limit=Limit(per="tenant", at_once=1))
+    fixture.process(handler, fixture.rows(*[(one["n"], one["key"].encode(), one) for one in fields]))
+    for key in (KEYS.limited(b"zeta"), KEYS.free_at(b"eta")):
+        client.execute("DEL", key)
+        client.execute("SET", key, "of another program")
+    limits = {key: one["limit"] for key, one in listed(client, "list", "app.handle").items()}
+    assert limits == {"acme": "acme", "zeta": None, "eta": None}
+    client.execute("ACL", "SETUSER", "viewer", "on", ">secret", "+@all", "-xrange", "~*", "&*")
+    with Client(client.url.replace("redis://", "redis://viewer:secret@")) as viewer:
+        limits = {key: one["limit"] for key, one in listed(viewer, "list", "app.handle").items()}
+    assert limits == dict.fromkeys(tenants)

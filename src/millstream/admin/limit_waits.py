@@ -7,12 +7,14 @@ from itertools import islice
 from typing import Final
 
 from millstream.admin.key_queues import KeyQueue
-from millstream.redis_client.client import Client
+from millstream.errors import AccessDenied, WrongType
+from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.escaping import escape
 from millstream.redis_client.formats import format_age, pluralize
 from millstream.redis_client.key_names import HandlerKeys, to_wire
-from millstream.redis_client.pipelining import call_all
+from millstream.redis_client.pipelining import send_all
 from millstream.redis_client.replies import time_ms_of
+from millstream.redis_client.resp import Command, Reply
 
 _MAX_VALUE_BYTES: Final = 256
 _MOST_FIELDS: Final = 100
@@ -59,14 +61,15 @@ class LimitWait:
 def find_limit_waits(client: Client, queues: Sequence[tuple[HandlerKeys, KeyQueue]]) -> list[LimitWait | None]:
     """Return the limit that each of these key queues waits for; None if it waits for none. Raises RedisError.
 
-    Redis has the keys that wait by the value, not by the key: so each value of the first message is looked up.
+    Redis has the keys that wait by the value, not by the key: so each value of the first message is looked up. What this user
+    may not read, or another program has written, names no limit.
     """
     waiting = [(keys, one) for keys, one in queues if one.state == "backing off" and one.first_id]
     found: dict[tuple[HandlerKeys, bytes], LimitWait] = {}
     for start in range(0, len(waiting), _QUEUES_PER_READ):
         limited = _find_values(client, waiting[start : start + _QUEUES_PER_READ])
         waits = _read(client, [(keys, value, fields) for keys, _, value, fields in limited])
-        found |= {(keys, name): wait for (keys, name, _, _), wait in zip(limited, waits, strict=True)}
+        found |= {(keys, name): wait for (keys, name, _, _), wait in zip(limited, waits, strict=True) if wait}
     return [found.get((keys, one.name)) for keys, one in queues]
 
 
@@ -74,20 +77,28 @@ def _find_values(
     client: Client, queues: Sequence[tuple[HandlerKeys, KeyQueue]]
 ) -> list[tuple[HandlerKeys, bytes, bytes, tuple[bytes, ...]]]:
     """Of each of these key queues that waits for its limit: its name, the value, and the fields with that value."""
-    entries = call_all(client, [("XRANGE", keys.stream, one.first_id, one.first_id) for keys, one in queues])
-    fields = [_fields_of(found[0][1] if found else ()) for found in entries]
+    entries = _read_all(client, [("XRANGE", keys.stream, one.first_id, one.first_id) for keys, one in queues])
+    fields_by_value = [_fields_of(found[0][1] if found else ()) for found in entries]
     questions = [
         ("ZMSCORE", key, one.name)
-        for (keys, one), of in zip(queues, fields, strict=True)
-        for key in (to_wire(keys.backoff), *map(keys.limited, of))
+        for (keys, one), by_value in zip(queues, fields_by_value, strict=True)
+        for key in (to_wire(keys.backoff), *map(keys.limited, by_value))
     ]
-    replies = iter(call_all(client, questions))
+    replies = iter(_read_all(client, questions))
     limited = []
-    for (keys, one), of in zip(queues, fields, strict=True):
-        (due,), *scores = islice(replies, 1 + len(of))
-        values = [value for value, (score,) in zip(of, scores, strict=True) if score is not None and score == due]
-        limited += [(keys, one.name, value, tuple(of[value])) for value in values[:1]]
+    for (keys, one), by_value in zip(queues, fields_by_value, strict=True):
+        due, *scores = islice(replies, 1 + len(by_value))
+        values = [
+            value for value, score in zip(by_value, scores, strict=True) if score == due and score not in (None, [None])
+        ]
+        limited += [(keys, one.name, value, tuple(by_value[value])) for value in values[:1]]
     return limited
+
+
+def _read_all(client: Client, commands: Sequence[Command]) -> list[Reply]:
+    """The replies; None where this user may not read, or another program has written. Raises RedisError."""
+    replies = send_all(client, commands)
+    return [None if isinstance(one, AccessDenied | WrongType) else raise_if_error(one) for one in replies]
 
 
 def _fields_of(pairs: Sequence[bytes]) -> dict[bytes, list[bytes]]:
@@ -99,7 +110,7 @@ def _fields_of(pairs: Sequence[bytes]) -> dict[bytes, list[bytes]]:
     return found
 
 
-def _read(client: Client, limited: Sequence[tuple[HandlerKeys, bytes, tuple[bytes, ...]]]) -> list[LimitWait]:
+def _read(client: Client, limited: Sequence[tuple[HandlerKeys, bytes, tuple[bytes, ...]]]) -> list[LimitWait | None]:
     questions = [
         question
         for keys, value, _ in limited
@@ -110,15 +121,20 @@ def _read(client: Client, limited: Sequence[tuple[HandlerKeys, bytes, tuple[byte
             ("HMGET", keys.free_at(value), "at"),
         )
     ]
-    replies = iter(call_all(client, questions))
-    known = zip(limited, replies, replies, replies, replies, strict=True)
+    replies = iter(_read_all(client, questions))
     return [
-        LimitWait(
-            value=value,
-            fields=fields,
-            running=running,
-            waiting=max(1, waiting),
-            rate_wait_ms=max(0, int(float(free_at or 0)) - time_ms_of(time)),
-        )
-        for (_, value, fields), time, running, waiting, (free_at,) in known
+        None if None in figures else _describe(value, fields, *figures)
+        for (_, value, fields), *figures in zip(limited, replies, replies, replies, replies, strict=True)
     ]
+
+
+def _describe(
+    value: bytes, fields: tuple[bytes, ...], time: Reply, running: int, waiting: int, free_at: Sequence[bytes | None]
+) -> LimitWait:
+    return LimitWait(
+        value=value,
+        fields=fields,
+        running=running,
+        waiting=max(1, waiting),
+        rate_wait_ms=max(0, int(float(free_at[0] or 0)) - time_ms_of(time)),
+    )
