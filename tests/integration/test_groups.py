@@ -3,9 +3,9 @@
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
-from msgspec.structs import replace
 
 from millstream.errors import CommandFailed, ConfigError, GroupMissing, Unavailable, WrongType
 from millstream.groups import (

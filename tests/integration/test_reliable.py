@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import pytest
 
 from millstream.delivery.commit_store import ENTRY_PREFIX, CommitStore, CommittedPosition
@@ -265,9 +264,7 @@ def test_a_consumer_that_becomes_active_during_the_check_keeps_its_entries(
     group = mine._group
     for name in ("reads", "is given"):
         group.create_consumer(name)
-    seen = [
-        msgspec.structs.replace(one, idle_ms=LONG_MS) for one in group.consumers()
-    ]  # as if they had slept since then
+    seen = [replace(one, idle_ms=LONG_MS) for one in group.consumers()]  # as if they had slept since then
     fill(client, 1)
     worker(client, "is given").fetch(count=1)
     Consumer(client, group=group.name, name="reads", streams=["in"]).read_pending()

@@ -1,11 +1,14 @@
 """What of the consumer groups needs no Redis: batches, options, and the file of processed ids."""
 
 import os
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from millstream import groups
 from millstream.errors import ConfigError
 from millstream.groups import Batch, ClaimOptions, Consumer, Delivered, ProcessedIds, Reader, ReadPolicy, stream_details
 from millstream.model import EntryId
@@ -14,6 +17,12 @@ from millstream.redis_client.client import Client
 pytestmark = [pytest.mark.groups]
 
 NOWHERE = "redis://127.0.0.1:1/0"
+
+
+def test_records_that_the_package_exports_are_no_structs_and_claim_options_are_a_dataclass() -> None:
+    exported = [getattr(groups, name) for name in groups.__all__]
+    assert [one for one in exported if isinstance(one, type) and issubclass(one, msgspec.Struct)] == []
+    assert [one.name for one in fields(ClaimOptions)] == ["idle_ms", "time_ms", "deliveries", "force", "last_id"]
 
 
 def test_a_batch_makes_entries_only_when_it_is_iterated() -> None:

@@ -50,7 +50,12 @@ def test_a_module_imports_nothing_that_only_other_modules_need(module: str, with
 
 
 DATACLASSES = {
-    # What users write in an app, or get in it
+    # What users write in an app, or get in it, or of consumer groups
+    "groups.group.ConsumerInfo",
+    "groups.group.DeletedConsumer",
+    "groups.group.GroupInfo",
+    "groups.pending.ClaimOptions",
+    "groups.pending.PendingSummary",
     "handlers.dead_letter.DeadLetter",
     "handlers.handler.Handler",
     "handlers.key_timers.After",

@@ -1,10 +1,10 @@
 """`millstream group`: lists and changes the consumer groups of streams."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
-from msgspec.structs import asdict
 
 from millstream.admin.group_moves import move, plan_move, why_not_moved
 from millstream.admin.inspection import engine_of, handler_of

@@ -1,9 +1,8 @@
 """Group: one consumer group of one stream, its position, its pending entries and its consumers."""
 
 from collections.abc import Container, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-
-import msgspec
 
 from millstream.errors import CommandFailed, ConfigError, RedisError
 from millstream.groups.entries import BEGINNING, Id, execute_on, wire_id
@@ -20,7 +19,8 @@ _REASSIGNED_AT_ONCE = 500
 _AT_ONCE = 500
 
 
-class GroupInfo(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupInfo:
     """The state of a group in Redis.
 
     * `last_delivered`: the highest id delivered so far
@@ -36,7 +36,8 @@ class GroupInfo(msgspec.Struct, frozen=True, kw_only=True):
     lag: int | None
 
 
-class ConsumerInfo(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConsumerInfo:
     """The state of a consumer in Redis.
 
     * `idle_ms`: milliseconds since its last command, before Redis 7.2 since a read last returned entries; grows during
@@ -50,7 +51,8 @@ class ConsumerInfo(msgspec.Struct, frozen=True, kw_only=True):
     inactive_ms: int | None
 
 
-class DeletedConsumer(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeletedConsumer:
     """The deleted consumer's entries: how many were `reassigned`, and the ids that are `gone` from the stream."""
 
     existed: bool

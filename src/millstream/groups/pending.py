@@ -1,9 +1,8 @@
 """PendingList: the entries of a group that are delivered and not acknowledged; inspects and claims them."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
-
-import msgspec
 
 from millstream.errors import ConfigError
 from millstream.groups.entries import Batch, Id, execute_on, wire_id
@@ -15,7 +14,8 @@ _FIRST = b"0-0"
 _ASKED_AT_ONCE = 1_000
 
 
-class PendingSummary(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class PendingSummary:
     """How many entries are pending, the lowest and the highest id of them, and how many each consumer holds."""
 
     count: int
@@ -40,7 +40,8 @@ class ClaimedIds(NamedTuple):
     gone: list[bytes]
 
 
-class ClaimOptions(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClaimOptions:
     """Options of a claim besides the consumer.
 
     * `idle_ms`: the idle time; None = 0
