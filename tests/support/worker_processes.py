@@ -269,7 +269,7 @@ class Expectations:
         return self.pending() > 0
 
     def drained(self) -> bool:
-        """Return whether nothing is left to do."""
+        """Return whether nothing is left to do: where an app sets timers, its subclass also waits for those."""
         return self.is_idle()
 
     def is_idle(self) -> bool:

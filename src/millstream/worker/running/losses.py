@@ -1,6 +1,6 @@
 """Losses: how often a message may be lost with its process before it is run in isolation, and how often after that.
 
-(For `millstream replay`, too, whose process imports nothing of Redis: this module imports none of a worker's parts.)
+`millstream replay` imports it too, so it imports no Redis client.
 """
 
 from dataclasses import replace
