@@ -5,13 +5,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from tests.support.quick_programs import Program
+from tests.support.quick_programs import Program, end_template
 from tests.support.waiting import FAIL_SAFE_S
 
 pytestmark = pytest.mark.cli
@@ -49,6 +50,14 @@ ENDS = {
     "raise KeyboardInterrupt": -signal.SIGINT,
 }
 """Programs, and how Python says that they ended."""
+READS_A_REQUEST = """#!{python}
+import socket, sys
+connection = socket.socket(fileno=int(sys.argv[-1]))
+left = int.from_bytes(connection.recv(8))
+while left:
+    left -= len(connection.recv(left))
+"""
+"""A template that ends between a request and its reply."""
 
 Start = Callable[..., "subprocess.Popen[str]"]
 STARTS: tuple[Start, ...] = (subprocess.Popen, Program)
@@ -96,3 +105,41 @@ def test_it_is_frozen_and_killed_as_any_child(tmp_path: Path) -> None:
         assert os.waitpid(process.pid, os.WUNTRACED) == (process.pid, signal.SIGSTOP << 8 | 0x7F)
         process.kill()
         assert process.wait(FAIL_SAFE_S) == -signal.SIGKILL
+
+
+@pytest.fixture
+def no_template() -> Iterator[None]:
+    """Without a template before the test; it ends the test's own."""
+    end_template()
+    yield
+    end_template()
+
+
+@pytest.mark.usefixtures("no_template")
+def test_a_start_after_the_template_was_killed_is_refused_and_the_next_template_starts_again(tmp_path: Path) -> None:
+    environment = module(tmp_path, "pass")
+    command = [sys.executable, "-m", "about"]
+    others = {*psutil.Process().children()}
+    with Program(command, env=environment) as process:
+        assert process.wait(FAIL_SAFE_S) == 0
+    (template,) = {*psutil.Process().children()} - others
+    template.kill()
+    os.waitid(os.P_PID, template.pid, os.WEXITED | os.WNOWAIT)
+    for _ in range(2):
+        with pytest.raises(OSError, match=rf"^the template \(process {template.pid}\) has ended"):
+            Program(command, env=environment)
+    end_template()
+    with Program(command, env=environment) as process:
+        assert process.wait(FAIL_SAFE_S) == 0
+
+
+@pytest.mark.usefixtures("no_template")
+def test_a_start_whose_template_ends_before_its_reply_is_refused_and_has_no_process_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = tmp_path / "template"
+    template.write_text(READS_A_REQUEST.format(python=sys.executable))
+    template.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(template))
+    with pytest.raises(OSError, match=r"^the template .* has ended"):
+        Program([sys.executable, "-m", "about"])

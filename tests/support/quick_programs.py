@@ -80,13 +80,16 @@ class _Template:
             )
 
     def start(self, arguments: list[str], *, environment: dict[str, str], folder: str, pipes: Sequence[int]) -> int:
-        """Fork; return the process id."""
+        """Fork; return the process id. Raises OSError if the template has ended."""
         request = marshal.dumps((arguments, environment, folder))
         with self._lock, _adopting_orphans():
-            socket.send_fds(self._connection, [len(request).to_bytes(_NUMBER_BYTES)], pipes)
-            self._connection.sendall(request)
-            process = int.from_bytes(_receive(self._connection, _NUMBER_BYTES))
-            self._connection.recv(1)  # it is a child of this process now
+            try:
+                socket.send_fds(self._connection, [len(request).to_bytes(_NUMBER_BYTES)], pipes)
+                self._connection.sendall(request)
+                process = int.from_bytes(_receive(self._connection, _NUMBER_BYTES))
+                _receive(self._connection, 1)  # it is a child of this process now
+            except ConnectionError as error:
+                raise OSError(f"the template (process {self._process.pid}) has ended, so it forks nothing") from error
             return process
 
     def end(self) -> None:
@@ -107,9 +110,12 @@ def _adopting_orphans() -> Iterator[None]:
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:
-    """`size` bytes; fewer at the end of the connection."""
+    """`size` bytes. Raises ConnectionError at the end of the connection."""
     received = b""
-    while len(received) < size and (more := connection.recv(size - len(received))):
+    while len(received) < size:
+        more = connection.recv(size - len(received))
+        if not more:
+            raise ConnectionResetError("the other end closed the connection")
         received += more
     return received
 
