@@ -107,12 +107,69 @@ def test_it_is_frozen_and_killed_as_any_child(tmp_path: Path) -> None:
         assert process.wait(FAIL_SAFE_S) == -signal.SIGKILL
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("executable", "/bin/true"),
+        ("preexec_fn", os.getpid),
+        ("close_fds", False),
+        ("pass_fds", (0,)),
+        ("shell", True),
+        ("restore_signals", False),
+        ("group", os.getgid()),
+        ("extra_groups", [os.getgid()]),
+        ("user", os.getuid()),
+        ("umask", 0o022),
+        ("start_new_session", True),
+        ("process_group", 0),
+    ],
+)
+def test_an_option_that_a_fork_cannot_have_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"^a fork cannot have {name}: "):
+        Program([sys.executable, "-m", "about"], **{name: value})
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        [sys.executable, "about.py"],
+        [sys.executable, "-c", "pass"],
+        [sys.executable, "-I", "-m", "about"],
+        [sys.executable, "-m"],
+        ["python", "-m", "about"],
+        f"{sys.executable} -m about",
+    ],
+)
+def test_a_command_that_runs_no_module_of_this_python_is_refused(command: Any) -> None:
+    with pytest.raises(ValueError, match=" -m MODULE can be forked, not "):
+        Program(command)
+
+
 @pytest.fixture
 def no_template() -> Iterator[None]:
     """Without a template before the test; it ends the test's own."""
     end_template()
     yield
     end_template()
+
+
+@pytest.mark.usefixtures("no_template")
+def test_a_variable_that_python_reads_when_it_starts_is_refused_where_it_is_not_the_template_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONUTF8", "1")
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    command, environment = [sys.executable, "-m", "about"], module(tmp_path, "pass")
+    with Program(command, env=environment) as process:
+        assert process.wait(FAIL_SAFE_S) == 0
+    without = {name: value for name, value in environment.items() if name != "PYTHONUTF8"}
+    for name, other in (
+        ("PYTHONUTF8", {**environment, "PYTHONUTF8": "0"}),
+        ("PYTHONUTF8", without),
+        ("PYTHONUNBUFFERED", {**environment, "PYTHONUNBUFFERED": "1"}),
+    ):
+        with pytest.raises(ValueError, match=rf"^a fork has {name} as its template has: "):
+            Program(command, env=other)
 
 
 @pytest.mark.usefixtures("no_template")

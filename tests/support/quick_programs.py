@@ -20,7 +20,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -34,14 +34,39 @@ _ROOT = Path(__file__).parents[2]
 _NUMBER_BYTES = 8
 _PR_SET_CHILD_SUBREAPER = 36
 
+_PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+_OPTIONS = (
+    *("executable", "preexec_fn", "close_fds", "pass_fds", "cwd", "env", "startupinfo", "creationflags", "shell"),
+    *_PIPES,
+    *("restore_signals", "group", "extra_groups", "user", "umask", "start_new_session", "process_group"),
+)
+"""What `subprocess` of CPython 3.11 to 3.14 passes to `_execute_child` after the arguments."""
+_ONLY_DEFAULTS: Mapping[str, Any] = {
+    **dict.fromkeys(("executable", "preexec_fn", "startupinfo", "group", "extra_groups", "user")),
+    **dict.fromkeys(("shell", "start_new_session"), False),
+    **dict.fromkeys(("umask", "process_group"), -1),
+    **dict.fromkeys(("close_fds", "restore_signals"), True),
+    "pass_fds": (),
+    "creationflags": 0,
+}
+"""The options that have no effect on a fork, and their defaults."""
+
 
 class Program(subprocess.Popen[AnyStr]):
-    """`subprocess.Popen` of `python -m MODULE [ARGUMENT ...]`."""
+    """`subprocess.Popen` of `[sys.executable, "-m", MODULE, ARGUMENT, ...]`.
+
+    Raises ValueError for options and variables that a fork of the template cannot have, such as PYTHONUNBUFFERED.
+    """
 
     def _execute_child(self, args: Any, *rest: Any) -> None:
-        """As `subprocess` calls it in CPython 3.11 to 3.14."""
-        folder, environment = rest[4:6]
-        pipes = rest[9:15]
+        options = dict(zip(_OPTIONS, rest, strict=True))
+        refused = [name for name, default in _ONLY_DEFAULTS.items() if options[name] != default]
+        if refused:
+            raise ValueError(f"a fork cannot have {', '.join(refused)}: start it with subprocess.Popen")
+        if [*args[:2]] != [sys.executable, "-m"] or not args[2:]:
+            raise ValueError(f"only {sys.executable} -m MODULE can be forked, not {args!r}")
+        folder, environment = options["cwd"], options["env"]
+        pipes = [options[name] for name in _PIPES]
         ours = (pipes[0], pipes[3], pipes[5])
         self.pid = _template().start(
             [*map(str, args[2:])],
@@ -70,6 +95,7 @@ class _Template:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._variables = _read_at_start(os.environ)
         self._connection, its = socket.socketpair()
         with its:
             self._process = subprocess.Popen(
@@ -80,7 +106,9 @@ class _Template:
             )
 
     def start(self, arguments: list[str], *, environment: dict[str, str], folder: str, pipes: Sequence[int]) -> int:
-        """Fork; return the process id. Raises OSError if the template has ended."""
+        """Fork; return the process id. Raises OSError if the template has ended, and ValueError."""
+        if changed := dict(_read_at_start(environment).items() ^ self._variables.items()):
+            raise ValueError(f"a fork has {', '.join(sorted(changed))} as its template has: use subprocess.Popen")
         request = marshal.dumps((arguments, environment, folder))
         with self._lock, _adopting_orphans():
             try:
@@ -96,6 +124,11 @@ class _Template:
         """End the process. What it has forked goes on."""
         self._connection.close()
         self._process.wait()
+
+
+def _read_at_start(environment: Mapping[str, str]) -> Mapping[str, str]:
+    """The variables that Python reads when it starts. PYTHONPATH is not among them: a fork sets its own path."""
+    return {name: value for name, value in environment.items() if name.startswith("PYTHON") and name != "PYTHONPATH"}
 
 
 @contextmanager
