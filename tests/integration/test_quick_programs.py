@@ -5,7 +5,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -200,3 +202,18 @@ def test_a_start_whose_template_ends_before_its_reply_is_refused_and_has_no_proc
     monkeypatch.setattr(sys, "executable", str(template))
     with pytest.raises(OSError, match=r"^the template .* has ended"):
         Program([sys.executable, "-m", "about"])
+
+
+@pytest.mark.usefixtures("no_template")
+def test_threads_that_start_their_first_programs_at_once_have_one_template(tmp_path: Path) -> None:
+    environment, others = module(tmp_path, "pass"), {*psutil.Process().children()}
+    together = threading.Barrier(4)
+
+    def start(_: int) -> int:
+        together.wait(FAIL_SAFE_S)
+        with Program([sys.executable, "-m", "about"], env=environment) as process:
+            return process.wait(FAIL_SAFE_S)
+
+    with ThreadPoolExecutor(together.parties) as threads:
+        assert [*threads.map(start, range(together.parties))] == [0] * together.parties
+    assert len({*psutil.Process().children()} - others) == 1

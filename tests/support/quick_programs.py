@@ -33,6 +33,7 @@ _MODULES = ("millstream.services.console", "millstream.testing.history", "uvicor
 _ROOT = Path(__file__).parents[2]
 _NUMBER_BYTES = 8
 _PR_SET_CHILD_SUBREAPER = 36
+_ONE_AT_A_TIME = threading.Lock()
 
 _PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 _OPTIONS = (
@@ -78,16 +79,22 @@ class Program(subprocess.Popen[AnyStr]):
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
 
-@cache
 def _template() -> "_Template":
+    with _ONE_AT_A_TIME:
+        return _create_template()
+
+
+@cache
+def _create_template() -> "_Template":
     return _Template()
 
 
 def end_template() -> None:
     """End the template of this process, if it has one."""
-    if _template.cache_info().currsize:
-        _template().end()
-        _template.cache_clear()
+    with _ONE_AT_A_TIME:
+        if _create_template.cache_info().currsize:
+            _create_template().end()
+            _create_template.cache_clear()
 
 
 class _Template:
