@@ -95,6 +95,22 @@ def test_help_needs_no_redis_client_and_no_server() -> None:
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
+@pytest.mark.parametrize(
+    ("words", "code", "last"),
+    [
+        *((name, 3, "error: Redis at redis://127.0.0.1:1/0 cannot be reached: ") for name in ("console", "mcp", "top")),
+        *((name, 0, "  ") for name in ("relay postgres --help", "run --help")),
+    ],
+)
+def test_a_command_in_a_python_of_its_own_needs_no_module_that_another_command_imports(
+    words: str, code: int, last: str
+) -> None:
+    done = subprocess.run(
+        [*PROGRAM, *words.split()], env=environment(UNREACHABLE), capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, (done.stdout + done.stderr).rstrip().splitlines()[-1][: len(last)]) == (code, last)
+
+
 def test_an_unknown_command_gets_a_suggestion() -> None:
     wrong = call("inf")
     assert wrong.code == 2
