@@ -88,13 +88,7 @@ def test_keys_of_a_killed_worker_go_on_elsewhere_once_their_leases_have_ended(
             ) as dying:
                 dying.ready()
                 expectations.publish_keys(1_500, 40, ms=5)
-
-                def has_much() -> bool:
-                    if expectations.drained():
-                        expectations.publish_keys(1_500, 40, ms=5)
-                    return len(leases_of(expectations, b"dying")) > 5
-
-                eventually(has_much, "work on both", log=dying.log)
+                asleep_with_leases(dying, expectations)  # it commits nothing more, until it is killed
                 dying.kill_all()
                 killed_ms = server_time_ms(fresh_client)
                 until_ms = leases_of(expectations, b"dying")
