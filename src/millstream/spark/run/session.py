@@ -149,8 +149,8 @@ def prefill_environment(spark: SparkSession) -> None:
     Putting a variable that is there already changes no count.
 
     On one machine it also removes the import path that Spark has put there: every Python that Spark starts has the
-    PYTHONPATH of the Java process. Spark starts a daemon of Python workers for each environment; so one daemon serves all tasks, those of
-    the source and those of handlers.
+    PYTHONPATH of the Java process. Spark starts a daemon of Python workers for each environment, so since Spark 4.2 one
+    daemon serves all tasks, those of the source and those of handlers.
     """
     timeout_s = spark.sparkContext.getConf().get("spark.python.authenticate.socketTimeout", "15s")
     known = {
