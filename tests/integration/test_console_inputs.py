@@ -67,7 +67,7 @@ CODES = {200, 303, 400, 403, 404, 405, 409, 413}
 
 
 def is_sound(answer: httpx.Response) -> int:
-    """A page with its policy, in which nothing that was sent is an element, or a file to save. Returns its code."""
+    """A page with its policy, in which nothing that was sent is an element. Returns its code."""
     assert answer.status_code in CODES, (answer.request.url, answer.request.content, answer.text[-2_000:])
     assert answer.headers["content-security-policy"].startswith("default-src 'none'"), answer.request.url
     if answer.headers.get("content-type", "").startswith("text/html"):

@@ -9,7 +9,6 @@ What a shell, a supervisor, a terminal or Spark starts is started as it is for u
 """
 
 import ctypes
-import gc
 import importlib
 import io
 import marshal
@@ -26,7 +25,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, AnyStr
 
-import psutil
+from tests.support.forks import get_ready_to_fork, receive, take_place
 
 _MODULES = ("millstream.services.console", "millstream.testing.history", "uvicorn")
 """What commands import when they need it, beside their own modules."""
@@ -121,8 +120,8 @@ class _Template:
             try:
                 socket.send_fds(self._connection, [len(request).to_bytes(_NUMBER_BYTES)], pipes)
                 self._connection.sendall(request)
-                process = int.from_bytes(_receive(self._connection, _NUMBER_BYTES))
-                _receive(self._connection, 1)  # it is a child of this process now
+                process = int.from_bytes(receive(self._connection, _NUMBER_BYTES))
+                receive(self._connection, 1)  # it is a child of this process now
             except ConnectionError as error:
                 raise OSError(f"the template (process {self._process.pid}) has ended, so it forks nothing") from error
             return process
@@ -149,17 +148,6 @@ def _adopting_orphans() -> Iterator[None]:
         libc.prctl(_PR_SET_CHILD_SUBREAPER, 0)
 
 
-def _receive(connection: socket.socket, size: int) -> bytes:
-    """`size` bytes. Raises ConnectionError at the end of the connection."""
-    received = b""
-    while len(received) < size:
-        more = connection.recv(size - len(received))
-        if not more:
-            raise ConnectionResetError("the other end closed the connection")
-        received += more
-    return received
-
-
 def _import_commands() -> None:
     from millstream.cli.main import COMMANDS
 
@@ -167,8 +155,7 @@ def _import_commands() -> None:
         importlib.import_module(place.partition(":")[0])
     for name in _MODULES:
         importlib.import_module(name)
-    assert psutil.Process().num_threads() == 1, "a fork loses threads"
-    gc.freeze()
+    get_ready_to_fork()
 
 
 def _serve(connection: socket.socket) -> Sequence[str]:
@@ -177,7 +164,7 @@ def _serve(connection: socket.socket) -> Sequence[str]:
         size, pipes, _, _ = socket.recv_fds(connection, _NUMBER_BYTES, 3)
         if not size:
             raise SystemExit
-        request = _receive(connection, int.from_bytes(size))
+        request = receive(connection, int.from_bytes(size))
         between = os.fork()
         if not between:
             between_id = os.getpid()
@@ -198,13 +185,9 @@ def _serve(connection: socket.socket) -> Sequence[str]:
 
 def _become(environment: dict[str, str], folder: str, pipes: Sequence[int]) -> None:
     """Take the place that a new Python would have."""
-    for number, pipe in enumerate(pipes):
-        os.dup2(pipe, number)
-    os.closerange(len(pipes), 1 + max(int(one.name) for one in Path("/proc/self/fd").iterdir()))
-    os.chdir(folder)
     inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    os.environ.clear()
-    os.environ.update(environment)
+    take_place(environment, folder, pipes)
+    os.closerange(len(pipes), 1 + max(int(one.name) for one in Path("/proc/self/fd").iterdir()))
     added = [one for one in environment.get("PYTHONPATH", "").split(os.pathsep) if one]
     sys.path[:] = [folder, *added, *(one for one in sys.path[1:] if one not in inherited)]
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):

@@ -8,7 +8,6 @@ child it is; the modules behind it are there. Tests that send millstream to exec
 Tasks run in the processes that Spark starts itself, which tests look for and kill.
 """
 
-import gc
 import importlib
 import marshal
 import os
@@ -25,8 +24,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
+
+from tests.support.forks import get_ready_to_fork, receive, take_place
 
 RUNNER = "pyspark.sql.streaming.python_streaming_source_runner"
 DAEMON, WORKERS = "pyspark.daemon", "pyspark.sql.worker."
@@ -110,8 +110,7 @@ def serve(path: str) -> None:
     for name in _MODULES:
         with suppress(ImportError):  # another PySpark
             importlib.import_module(name)
-    assert psutil.Process().num_threads() == 1, "a fork loses threads"
-    gc.freeze()
+    get_ready_to_fork()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that none has to be waited for
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
@@ -131,19 +130,8 @@ def _work_for(connection: socket.socket) -> None:
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         size, pipes, _, _ = socket.recv_fds(connection, 8, 3)
-        about = b""
-        while len(about) < int.from_bytes(size, "big"):
-            more = connection.recv(1 << 20)
-            if not more:  # the process that asked has ended
-                raise EOFError
-            about += more
-        environment, folder, sys.path[:], command = marshal.loads(about)
-        os.environ.clear()
-        os.environ.update(environment)
-        os.chdir(folder)
-        for number, pipe in enumerate(pipes):
-            os.dup2(pipe, number)
-            os.close(pipe)
+        environment, folder, sys.path[:], command = marshal.loads(receive(connection, int.from_bytes(size)))
+        take_place(environment, folder, pipes)
         sys.argv = command[command.index("-m") + 1 :]
         if sys.argv[0] != DAEMON:  # a daemon ends with its stdin, and forks, so it has no thread
             threading.Thread(target=_end_with, args=[connection], daemon=True).start()

@@ -21,7 +21,24 @@ def hold_members(client: Client, held_ms: int, values: Mapping[str, Sequence[msg
 
     May be repeated. Raises RedisError.
     """
-    client.scripts([(HOLD_MEMBERS, (key,), (held_ms, *map(msgspec.json.encode, some))) for key, some in values.items()])
+    client.scripts([_hold_call(key, held_ms, some) for key, some in values.items()])
+
+
+def replace_members(
+    client: Client, key: str, held_ms: int, *, kept: Sequence[msgspec.Struct], ended: Sequence[msgspec.Struct]
+) -> None:
+    """Remove the values that have `ended`, and keep others for `held_ms` milliseconds from now, in one round trip.
+
+    May be repeated. Raises RedisError.
+    """
+    if calls := [_hold_call(key, ms, some) for ms, some in ((0, ended), (held_ms, kept)) if some]:
+        client.scripts(calls)
+
+
+def _hold_call(
+    key: str, held_ms: int, values: Sequence[msgspec.Struct]
+) -> tuple[Script, tuple[str], tuple[int | bytes, ...]]:
+    return HOLD_MEMBERS, (key,), (held_ms, *map(msgspec.json.encode, values))
 
 
 def read_members(client: Client, keys: Iterable[str], kind: type[T], now_ms: float) -> list[list[tuple[T, float]]]:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from millstream.delivery.expiring_members import hold_members, read_members
+from millstream.delivery.expiring_members import read_members, replace_members
 from millstream.redis_client.client import Client
 from millstream.redis_client.formats import format_age
 from millstream.redis_client.key_names import long_runs_key
@@ -54,10 +54,7 @@ def report_long_runs(client: Client, app: str, runs: Sequence[LongRun], ended: S
     The reports of those that have `ended` are removed.
     """
     longest = sorted(runs, key=lambda one: one.started_ms)[:_MAX_REPORTS]
-    key = long_runs_key(app)
-    for held_ms, some in ((0, ended), (HELD_MS, longest)):
-        if some:
-            hold_members(client, held_ms, {key: some})
+    replace_members(client, long_runs_key(app), HELD_MS, kept=longest, ended=ended)
 
 
 def read_long_runs(client: Client, apps: Iterable[str]) -> tuple[LongRun, ...]:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from millstream.delivery.expiring_members import HOLD_MEMBERS, read_members
+from millstream.delivery.expiring_members import read_members, replace_members
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import run_times_key
 from millstream.redis_client.pipelining import server_time_ms
@@ -35,9 +35,8 @@ def report_run_times(
     client: Client, app: str, handler: str, found: RunTimes | None, *, earlier: RunTimes | None = None
 ) -> None:
     """Replace the report of a worker, if it has one: `earlier`. Without `found` it is removed. Raises RedisError."""
-    key = run_times_key(app, handler)
-    given = [(held_ms, one) for held_ms, one in ((0, earlier), (HELD_MS, found)) if one is not None]
-    client.scripts([(HOLD_MEMBERS, (key,), (held_ms, msgspec.json.encode(one))) for held_ms, one in given])
+    kept, ended = ([one] if one is not None else [] for one in (found, earlier))
+    replace_members(client, run_times_key(app, handler), HELD_MS, kept=kept, ended=ended)
 
 
 def read_run_times(client: Client, handlers: Iterable[tuple[str, str]]) -> dict[tuple[str, str], Sequence[RunTimes]]:

@@ -178,8 +178,8 @@ def running_code_key(app: str, handler: str) -> str:
 
 
 def run_times_key(app: str, handler: str) -> str:
-    """Sorted set, with a time to live: how long runs of a handler took on each worker in the last minute, until when. No worker can
-    have this name.
+    """Sorted set, with a time to live: how long runs of a handler took on each worker in the last minute, until
+    when. No worker can have this name.
     """
     return worker_name_key(app, f":runs:{handler}")
 
