@@ -1,26 +1,29 @@
 """A day's load curve in minutes, on `millstream auto`: latency and CPU of each phase, and the effects counted.
 
-Phases: night, a morning burst, a plateau, a peak, and a decline, published at their rates by this process. The handler
-computes for about a millisecond, so that the burst is more than its one worker process does. It has a key and a state,
-so the outputs show what was lost, doubled or reordered. Latency: from a message's entry to its
-output's, by the server's clock. CPU: of the command and all its descendants, per 1,000 messages processed meanwhile; so
-the start of an engine counts in the phase in which it happens. `ratio`: the CPU that a message costs while Spark runs,
-over that while the workers do.
+The day has three bursts, published at their rates by this process, and quiet hours around them. It passes twice: the
+second time, longer, a random process of each engine is killed once the engine has processed messages. The handler uses
+a millisecond of CPU, so that a burst is more than its one worker process does, on any machine. It has a key and a state,
+so the outputs show what was lost, doubled or reordered. Latency: from a message's entry to its output's, by the server's
+clock. CPU: of the command and all its descendants, per 1,000 messages processed meanwhile; so the start of an engine
+counts in the phase in which it happens. `ratio`: the CPU that a message costs on Spark, its starts included, over that
+on the workers, without kills.
 """
 
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 
@@ -33,8 +36,9 @@ STREAM, OUT = "in", "out"
 SPARK_ABOVE, WORKERS_BELOW = 5_000, 200
 _ROOT = Path(__file__).parents[1]
 _TICK_S = 0.05
-_WORK = 8_000
+_WORK_NS = 1_000_000
 _NO_PROGRESS_S = 600.0
+_EFFECTS_BEFORE_KILL = 200
 
 
 @dataclass(frozen=True)
@@ -48,11 +52,13 @@ class Phase:
 
 
 DAY = (
-    Phase("night", 40, 20, 20),
-    Phase("burst", 20, 1_500, 1_500),
-    Phase("plateau", 70, 100, 100),
-    Phase("peak", 40, 400, 400),
-    Phase("decline", 70, 200, 20),
+    Phase("night", 30, 20, 20),
+    Phase("morning", 20, 1_500, 1_500),
+    Phase("forenoon", 50, 100, 100),
+    Phase("noon", 20, 1_500, 1_500),
+    Phase("afternoon", 50, 100, 200),
+    Phase("evening", 20, 1_500, 1_500),
+    Phase("late", 50, 200, 20),
 )
 
 app = App("day")
@@ -60,41 +66,49 @@ app = App("day")
 
 @app.handler(STREAM, key="key", into=OUT)
 def count(message: Message, state: State) -> dict[str, object]:
-    """Compute, and count the messages of a key."""
-    sum(n * n for n in range(_WORK))
+    """Use a millisecond of CPU, and count the messages of a key."""
+    until_ns = time.thread_time_ns() + _WORK_NS
+    while time.thread_time_ns() < until_ns:
+        pass
     state["count"] = state.get("count", 0) + 1
     return {"key": message.fields["key"], "n": message.fields["n"], "count": state["count"]}
 
 
-def run(*, minutes: float = 4.0, scale: float = 1.0) -> dict[str, Any]:
-    """Publish a day in `minutes`, and wait until all messages have had their effect.
-
-    `scale`: factor of all rates and of the limits at which the engine changes.
-    """
-    factor = minutes * 60 / sum(phase.seconds for phase in DAY)
-    with (
-        server() as client,
-        tempfile.TemporaryDirectory() as folder,
-        _automatic(client, Path(folder), scale) as command,
-    ):
-        published, began_ms = _publish_day(client, factor, scale)
-        _await_effects(client, len(published))
-        effects = _effects(client)
-        wrong = _wrong(effects, len(published))
-        ends_ms = [*began_ms[1:], time.time() * 1000]
-        rows = [
-            _figures(name, published, effects, command, (start_ms, end_ms))
-            for name, start_ms, end_ms in zip((*(p.name for p in DAY), "drain"), began_ms, ends_ms, strict=True)
-        ]
-    costs = {one: _cost(rows, one) for one in ("workers", "spark")}
+def run(*, minutes: float = 4.0, minutes_with_kills: float = 8.0, seed: int = 7) -> dict[str, Any]:
+    """Publish a day in so many minutes, and again with kills; each time wait until all messages have had their effect."""
+    plain = _day(minutes)
+    costs = [plain["engines"].get(engine, {}).get("cpu_s_per_1000") for engine in ("spark", "workers")]
     return {
         "name": "auto",
-        "ratio": round(costs["spark"] / costs["workers"], 2) if all(costs.values()) else None,
-        "messages": len(published),
-        **wrong,
-        "changes": [(one["engine"], one["stop_seconds"]) for one in command.events if one["event"] == "changed"],
-        "phases": rows,
+        "ratio": round(costs[0] / costs[1], 2) if all(costs) else None,
+        **plain,
+        "with_kills": _day(minutes_with_kills, random.Random(seed)),
     }
+
+
+def _day(minutes: float, choice: random.Random | None = None) -> dict[str, Any]:
+    """The figures of one day; with kills if there is a choice."""
+    factor = minutes * 60 / sum(phase.seconds for phase in DAY)
+    with ExitStack() as stack:
+        client = stack.enter_context(server())
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        command = stack.enter_context(_automatic(client, Path(folder)))
+        killer = stack.enter_context(_Killer(command, client.url, choice)) if choice is not None else None
+        published, began_ms = _publish_day(client, factor)
+        _await_effects(client, len(published))
+        effects = _effects(client)
+        ends_ms = [*began_ms[1:], time.time() * 1000]
+        return {
+            "messages": len(published),
+            **_wrong(effects, len(published)),
+            "changes": [(one["engine"], one["stop_seconds"]) for one in command.events if one["event"] == "changed"],
+            "killed": killer.killed if killer else [],
+            "engines": _by_engine(effects, command),
+            "phases": [
+                _figures(name, published, effects, command, (start_ms, end_ms))
+                for name, start_ms, end_ms in zip((*(p.name for p in DAY), "drain"), began_ms, ends_ms, strict=True)
+            ],
+        }
 
 
 class _Automatic:
@@ -122,6 +136,10 @@ class _Automatic:
         """CPU seconds used until then."""
         return max(used for sampled_ms, used in self._samples if sampled_ms <= at_ms)
 
+    def started(self) -> int:
+        """How many engines have been started, without those that took the place of a dead one."""
+        return sum(one["event"] in ("started", "changed") for one in list(self.events))
+
     def engine(self, at_ms: float) -> str:
         """The engine that ran then."""
         started = [one for one in self.events if one["event"] in ("started", "changed") and one["at_ms"] <= at_ms]
@@ -148,11 +166,10 @@ class _Automatic:
 
 
 @contextmanager
-def _automatic(client: Client, folder: Path, scale: float) -> Iterator[_Automatic]:
+def _automatic(client: Client, folder: Path) -> Iterator[_Automatic]:
     """`millstream auto`, whose first engine has started to process messages."""
     command = [sys.executable, "-m", "millstream.cli.main", "auto", f"{__file__}:app", "--json", "--url", client.url]
-    limits = [str(round(scale * one)) for one in (SPARK_ABOVE, WORKERS_BELOW)]
-    command += ["--spark-above", limits[0], "--workers-below", limits[1], "--minimum", "5s"]
+    command += ["--spark-above", str(SPARK_ABOVE), "--workers-below", str(WORKERS_BELOW), "--minimum", "5s"]
     command += ["--poll", "500ms", "--checkpoint", str(folder / "checkpoints")]
     path = os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])
     with (
@@ -172,7 +189,55 @@ def _automatic(client: Client, folder: Path, scale: float) -> Iterator[_Automati
             automatic.join()
 
 
-def _publish_day(client: Client, factor: float, scale: float) -> tuple[Sequence[str], list[float]]:
+class _Killer:
+    """Kills a random process of each engine, once the engine has processed messages. A context manager."""
+
+    def __init__(self, command: _Automatic, url: str, choice: random.Random) -> None:
+        self.killed: list[tuple[str, str]] = []  # the engine, and the name of the process
+        self._command = command
+        self._url = url
+        self._choice = choice
+        self._least = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._kill_each)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _kill_each(self) -> None:
+        with Client(self._url) as client:
+            while self._wait(lambda: self._command.started() > len(self.killed)):
+                self._least = int(client.execute("XLEN", OUT)) + _EFFECTS_BEFORE_KILL
+                if self._wait(lambda: int(client.execute("XLEN", OUT)) >= self._least):
+                    self._kill_one()
+
+    def _kill_one(self) -> None:
+        engine = self._command.engine(time.time() * 1000)
+        while not self._ended.wait(_TICK_S):
+            family = self._command.process.children(recursive=True)
+            try:
+                victim = self._choice.choice(family)
+                name = victim.name()
+                victim.kill()
+            except (psutil.NoSuchProcess, IndexError):  # it has just ended, or the next engine is just being started
+                continue
+            self.killed.append((engine, name))
+            return
+
+    def _wait(self, holds: Callable[[], bool]) -> bool:
+        """Wait until it holds; False if the day has ended before."""
+        while not holds():
+            if self._ended.wait(_TICK_S):
+                return False
+        return True
+
+
+def _publish_day(client: Client, factor: float) -> tuple[Sequence[str], list[float]]:
     """Publish the day; return the phase of each message, and when each phase began and the last one ended."""
     phases: list[str] = []
     began_ms: list[float] = []
@@ -183,7 +248,7 @@ def _publish_day(client: Client, factor: float, scale: float) -> tuple[Sequence[
         sent = 0
         while (passed := time.monotonic() - began) < seconds:
             mean = phase.first_rate + (phase.last_rate - phase.first_rate) * passed / seconds / 2
-            due = int(passed * mean * scale) - sent
+            due = int(passed * mean) - sent
             for at in range(0, due, RAW_COUNT):
                 first = len(phases)
                 numbers = range(first, first + min(RAW_COUNT, due - at))
@@ -267,11 +332,22 @@ def _figures(
     }
 
 
-def _cost(rows: Sequence[dict[str, Any]], engine: str) -> float:
-    """CPU seconds per message in the phases in which this engine alone processed messages; 0 if there are none."""
-    alone = [row for row in rows if [*row["processed_by"]] == [engine]]
-    processed = sum(row["processed_by"][engine] for row in alone)
-    return sum(row["cpu_s"] for row in alone) / processed if processed else 0.0
+def _by_engine(effects: Sequence[_Effect], command: _Automatic) -> dict[str, dict[str, Any]]:
+    """What each engine processed, in how many seconds from its start on, and the CPU of that time: its starts included."""
+    begins = [(one["engine"], one["at_ms"]) for one in command.events if one["event"] in ("started", "changed")]
+    engines = Counter(command.engine(one.at_ms) for one in effects)
+    seconds, cpu_s = defaultdict[str, float](float), defaultdict[str, float](float)
+    for (engine, start_ms), (_, end_ms) in pairwise([*begins, ("", max(one.at_ms for one in effects))]):
+        seconds[engine] += (end_ms - start_ms) / 1000
+        cpu_s[engine] += command.cpu_s(end_ms) - command.cpu_s(start_ms)
+    return {
+        engine: {
+            "messages": processed,
+            "seconds": round(seconds[engine], 1),
+            "cpu_s_per_1000": round(cpu_s[engine] / processed * 1000, 2),
+        }
+        for engine, processed in engines.items()
+    }
 
 
 def _wait(holds: Callable[[], bool]) -> None:
