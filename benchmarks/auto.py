@@ -21,6 +21,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
@@ -197,7 +198,6 @@ class _Killer:
         self._command = command
         self._url = url
         self._choice = choice
-        self._least = 0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._kill_each)
 
@@ -212,9 +212,10 @@ class _Killer:
     def _kill_each(self) -> None:
         with Client(self._url) as client:
             while self._wait(lambda: self._command.started() > len(self.killed)):
-                self._least = int(client.execute("XLEN", OUT)) + _EFFECTS_BEFORE_KILL
-                if self._wait(lambda: int(client.execute("XLEN", OUT)) >= self._least):
-                    self._kill_one()
+                least = int(client.execute("XLEN", OUT)) + _EFFECTS_BEFORE_KILL
+                if not self._wait(partial(_has_effects, client, least)):
+                    return
+                self._kill_one()
 
     def _kill_one(self) -> None:
         engine = self._command.engine(time.time() * 1000)
@@ -235,6 +236,10 @@ class _Killer:
             if self._ended.wait(_TICK_S):
                 return False
         return True
+
+
+def _has_effects(client: Client, least: int) -> bool:
+    return int(client.execute("XLEN", OUT)) >= least
 
 
 def _publish_day(client: Client, factor: float) -> tuple[Sequence[str], list[float]]:
