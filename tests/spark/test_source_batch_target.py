@@ -1,5 +1,6 @@
 """`targetBatchDuration`: the first batches are small, and each is as large as the one before was quick."""
 
+import json
 import time
 from typing import Any
 
@@ -34,6 +35,19 @@ def test_a_query_begins_with_a_small_batch_and_ends_with_all_entries(bench: Benc
     collected = bench.collect(frame)
     assert collected.sizes == [1_000, 4_000, 2_000]
     assert collected.numbers == list(range(7_000))
+
+
+def test_batches_grow_also_from_a_start_before_which_the_number_of_entries_is_unknown(bench: Bench) -> None:
+    """As from what workers have committed: until its end the query cannot tell how many entries it has still to read."""
+    ids = bench.add("s", 7_500)
+    frame = bench.stream(
+        "s",
+        startingOffsets=json.dumps({"s": ids[499]}),
+        maxOffsetsPerTrigger=50_000,
+        targetBatchDuration=LONG,
+        **TO_END,
+    )
+    assert bench.collect(frame).sizes == [1_000, 4_000, 2_000]
 
 
 def test_a_query_that_shares_a_group_does_so_too(bench: Bench) -> None:

@@ -14,6 +14,7 @@ from millstream.errors import AccessDenied, ConfigError, DataLoss
 from millstream.model import ZERO_ID, EntryId
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
+from millstream.spark.source.batch_limits import Advance, BatchLimits
 from millstream.spark.source.batch_planner import Backlog, BatchPlanner
 from millstream.spark.source.fair_shares import MAX_PARTIAL_STREAMS, FairFill, divide, round_robin
 from millstream.spark.source.offset_ranges import (
@@ -240,6 +241,16 @@ def test_counts_become_unknown_when_entries_vanish_ahead_of_the_query(client: Cl
     at = advance(plan, plan.starting_offsets("latest"), 5)
     client.execute("XDEL", "s", "15-0")
     assert advance(plan, at, 20) == {"s": Position(EntryId(26, 0), None)}
+
+
+@pytest.mark.parametrize(("start", "limit", "entries"), [(5, 10, 10), (5, 100, 25), (None, 10, 10), (None, 100, None)])
+def test_a_planned_batch_has_its_number_of_entries_where_a_limit_or_the_offsets_tell(
+    client: Client, start: int | None, limit: int, entries: int | None
+) -> None:
+    fill(client, "s", 30)
+    planned = planner(client).plan_next(Offsets({"s": Position(EntryId(5, 0), start)}), BatchLimits(max_entries=limit))
+    assert isinstance(planned, Advance)
+    assert (planned.end["s"].id, planned.entries) == (EntryId(min(5 + limit, 30), 0), entries)
 
 
 @pytest.mark.parametrize(("trimmed", "known"), [(0, 12), (2, 12), (5, None)])

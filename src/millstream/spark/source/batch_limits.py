@@ -28,9 +28,13 @@ NO_LIMITS = BatchLimits()
 
 @dataclass(frozen=True, slots=True)
 class Advance(Generic[T]):
-    """The query goes on to `end`: with a batch, or with an empty one that records new streams."""
+    """The query goes on to `end`: with a batch, or with an empty one that records new streams.
+
+    `entries`: how many entries the batch has; None if that is unknown
+    """
 
     end: T
+    entries: int | None
 
 
 @dataclass(frozen=True, slots=True)

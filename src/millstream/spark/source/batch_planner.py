@@ -97,7 +97,7 @@ class BatchPlanner:
         scan = self._scan(start, limits)
         waiting = sum(backlog.size for backlog in scan.backlogs.values())
         delay_ms = self._trigger_delay.remaining_ms(waiting) if limits.may_delay else 0.0
-        batch_ends = {} if delay_ms else self._end_positions(scan, limits.max_entries)
+        batch_ends, entries = ({}, 0) if delay_ms else self._end_positions(scan, limits.max_entries)
         self._refuse_recreated({name: scan.backlogs[name] for name in batch_ends})
         if batch_ends:
             self._trigger_delay.on_batch()
@@ -105,7 +105,8 @@ class BatchPlanner:
         changes = {**reopened, **scan.changes, **batch_ends}
         end = Offsets({**start.positions, **changes}) if changes else start
         self._unchanged_streams.mark_idle((name for name in scan.idle if name not in reopened), start, end)
-        return Advance(end) if changes else NoAdvance(delay_ms)
+        # What is processed again, as Redis has lost its commits, is in no count.
+        return Advance(end, None if reopened else entries) if changes else NoAdvance(delay_ms)
 
     def _scan(self, start: Offsets, limits: BatchLimits) -> "Scan":
         """Check the streams that may have changed, round robin, until a batch is full."""
@@ -205,14 +206,16 @@ class BatchPlanner:
             raise recreated_stream_error(loss.stream, committed_id)
         return BEGINNING
 
-    def _end_positions(self, scan: "Scan", limit: int | None) -> Positions:
-        """Return the ends of the streams with a backlog: their tails, or what fits into `limit`."""
+    def _end_positions(self, scan: "Scan", limit: int | None) -> tuple[Positions, int | None]:
+        """Return the ends of the streams with a backlog: their tails, or what fits into `limit`.
+
+        The second value is the number of entries before these ends; None if it is unknown.
+        """
         backlogs = scan.backlogs
-        if limit is None:
-            return {name: backlog.end for name, backlog in backlogs.items()}
         sizes = {name: backlog.size for name, backlog in backlogs.items()}
-        shares = self._rotation.divide(sizes, limit, are_all=scan.is_all)
+        shares = sizes if limit is None else self._rotation.divide(sizes, limit, are_all=scan.is_all)
         ends = {name: backlogs[name].end for name, share in shares.items() if share >= sizes[name]}
+        is_counted = all(backlogs[name].exact_size is not None for name in ends)
         partial = {name: share for name, share in shares.items() if name not in ends}
         results = seek(self._client, {name: Seek(backlogs[name].start.id, share, 1) for name, share in partial.items()})
         for name, (ids, info) in results.items():
@@ -221,7 +224,8 @@ class BatchPlanner:
                 ends[name] = Position(ids[0], backlog.count_after(partial[name], info))
             else:
                 ends[name] = backlog.end  # the entries before it were deleted
-        return ends
+                is_counted = False
+        return ends, sum(min(share, sizes[name]) for name, share in shares.items()) if is_counted else None
 
     # --- the tasks of a batch ---
 
@@ -315,12 +319,16 @@ class Backlog(NamedTuple):
     info: StreamInfo
 
     @property
+    def exact_size(self) -> int | None:
+        """Number of entries to read; None if it is unknown."""
+        at, tail = self.start.entries_added, self.end.entries_added
+        return None if at is None or tail is None else max(1, tail - at)
+
+    @property
     def size(self) -> int:
         """Number of entries to read: exact, or an upper bound."""
-        at, tail, info = self
-        if at.entries_added is not None and tail.entries_added is not None:
-            return max(1, tail.entries_added - at.entries_added)
-        return max(1, info.length)
+        count = self.exact_size
+        return max(1, self.info.length) if count is None else count
 
     def count_after(self, count: int, now: StreamInfo | None) -> int | None:
         """Number of entries ever added up to the `count`-th of the backlog; None if entries were removed in between."""

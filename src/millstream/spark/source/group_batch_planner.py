@@ -105,7 +105,7 @@ class GroupBatchPlanner:
         pending = self._batches.pending_counts(name for name, position in positions.items() if position.pending)
         if not sure:
             if recovered := self._recover_batch(token, number, positions, pending):
-                return Advance(GroupOffset(token, number, known | recovered))
+                return _advance(GroupOffset(token, number, known | recovered))
             pending = self._batches.pending_counts(pending)
         own = {name: counts.ours for name, counts in pending.items() if counts.ours}
         backlogs = self._backlogs(infos, positions, limits.target)
@@ -120,7 +120,7 @@ class GroupBatchPlanner:
         if end.non_empty:
             self._planned = end
             self._trigger_delay.on_batch()
-        return Advance(end) if end.non_empty or known.keys() != start.counts.keys() else NoAdvance()
+        return _advance(end) if end.non_empty or known.keys() != start.counts.keys() else NoAdvance()
 
     def _fetch_infos(self, start: GroupOffset) -> dict[str, StreamInfo | None]:
         """Fetch the info of the subscribed streams, and of those in `start` that a pattern no longer finds: None."""
@@ -346,3 +346,7 @@ def _pack(portions: Iterable[GroupPartition], max_size: int) -> list[list[GroupP
         tasks[-1].append(portion)
         room -= portion.size
     return tasks
+
+
+def _advance(end: GroupOffset) -> Advance[GroupOffset]:
+    return Advance(end, sum(end.counts.values()))

@@ -75,17 +75,13 @@ class RedisGroupReader(ReaderBase, DataSourceStreamReader, SupportsTriggerAvaila
         planned = self._with_retry(lambda: self._group_planner.plan_next(start_offset, limits))
         if isinstance(planned, Advance):
             end = dump(planned.end)
-            self._on_planned(lambda: self.count_entries(start, end))
+            self._on_planned(planned.entries)
             return end
         if planned.delay_ms:
             time.sleep(min(planned.delay_ms / 1000, DELAY_POLL_S))
         elif target is None:
             idle_wait(began)
         return start
-
-    def count_entries(self, start: dict[str, Any], end: dict[str, Any]) -> int | None:
-        """How many entries the batch that ends at `end` has."""
-        return sum(load(end).counts.values())
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
         """Plan the tasks of one batch. After a restart Spark calls it first, for the last batch."""

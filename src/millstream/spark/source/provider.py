@@ -262,7 +262,7 @@ class RedisStreamReader(ReaderBase, DataSourceStreamReader, SupportsTriggerAvail
         if isinstance(planned, Advance):
             end = dump(planned.end.positions)
             self._remember(end, planned.end)
-            self._on_planned(lambda: self.count_entries(start, end))
+            self._on_planned(planned.entries)
             return end
         if self._target is not None or not HAS_LIMITS:
             self._with_retry(self._progress_group.publish_rest)  # this may be the last call
@@ -291,16 +291,6 @@ class RedisStreamReader(ReaderBase, DataSourceStreamReader, SupportsTriggerAvail
     def _remember(self, raw: dict[str, Any], offsets: Offsets) -> Offsets:
         self._recent_offsets = [*self._recent_offsets[-1:], (raw, offsets)]
         return offsets
-
-    def count_entries(self, start: dict[str, Any], end: dict[str, Any]) -> int | None:
-        """How many entries were added between two offsets; None if unknown."""
-        starts, counts = self._parse_offsets(start).positions, []
-        for stream, position in self._parse_offsets(end).positions.items():
-            before = starts.get(stream, position).entries_added
-            if before is None or position.entries_added is None:
-                return None
-            counts.append(position.entries_added - before)
-        return sum(counts)
 
     def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
         """The latest offsets as of the last `latestOffset` call, for Spark's progress reports."""

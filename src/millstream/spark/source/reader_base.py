@@ -43,6 +43,7 @@ class ReaderBase:
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
         self._options = options
         self._schema = schema
+        self.planned_entries: int | None = None
 
     def __reduce__(self) -> tuple[type, tuple[SourceOptions, StructType]]:
         return type(self), (self._options, self._schema)
@@ -72,10 +73,11 @@ class ReaderBase:
         """The most entries of the next batch, at most `maximum`."""
         return maximum if self._sizer is None else self._sizer.max_entries(maximum)
 
-    def _on_planned(self, count: Callable[[], int | None]) -> None:
-        """Record that a batch of `count()` entries begins now; None = an unknown number."""
+    def _on_planned(self, entries: int | None) -> None:
+        """Record that a batch of so many entries begins now; None = an unknown number."""
+        self.planned_entries = entries
         if self._sizer is not None:
-            self._sizer.on_planned(count())
+            self._sizer.on_planned(entries)
 
     @cached_property
     def _replicas(self) -> "Replicas | None":

@@ -44,8 +44,9 @@ class LimitedReader(Protocol):
     def stop(self) -> None:
         """End the query."""
 
-    def count_entries(self, start: Offset, end: Offset) -> int | None:
-        """How many entries the batch from `start` to `end` has; None if unknown."""
+    @property
+    def planned_entries(self) -> int | None:
+        """How many entries the last planned batch has; None if unknown."""
 
 
 class TrackingReader(DataSourceStreamReader):
@@ -98,12 +99,12 @@ class TrackingReader(DataSourceStreamReader):
                 idle_wait(began_s)
         elif self._is_first_batch:
             self._is_first_batch = False
-            self._warn_if_full(start, self._end, limit)
+            self._warn_if_full(limit)
         return self._end
 
-    def _warn_if_full(self, start: Offset, end: Offset, limit: ReadLimit) -> None:
+    def _warn_if_full(self, limit: ReadLimit) -> None:
         if self._available_now is None and isinstance(limit, ReadMaxRows):
-            count = self._reader.count_entries(start, end)
+            count = self._reader.planned_entries
             if count is not None and count >= limit.max_rows:
                 logger.warning(
                     "the first batch has as many entries as it may have (%d), so there may be more: on Spark %s "
