@@ -75,7 +75,7 @@ def count(message: Message, state: State) -> dict[str, object]:
     return {"key": message.fields["key"], "n": message.fields["n"], "count": state["count"]}
 
 
-def run(*, minutes: float = 4.0, minutes_with_kills: float = 8.0, seed: int = 7) -> dict[str, Any]:
+def run(*, minutes: float = 4.0, minutes_with_kills: float = 5.0, seed: int = 7) -> dict[str, Any]:
     """Publish a day in so many minutes, and again with kills; each time wait until all messages have had their effect."""
     plain = _day(minutes)
     costs = [plain["engines"].get(engine, {}).get("cpu_s_per_1000") for engine in ("spark", "workers")]
