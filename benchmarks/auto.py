@@ -102,7 +102,7 @@ def _day(minutes: float, choice: random.Random | None = None) -> dict[str, Any]:
         return {
             "messages": len(published),
             **_wrong(effects, len(published)),
-            "changes": [(one["engine"], one["stop_seconds"]) for one in command.events if one["event"] == "changed"],
+            "changes": _changes(effects, command),
             "killed": killer.killed if killer else [],
             "engines": _by_engine(effects, command),
             "phases": [
@@ -335,6 +335,22 @@ def _figures(
         "cpu_s": round(cpu_s, 1),
         "cpu_s_per_1000": round(cpu_s / processed * 1000, 2) if processed else None,
     }
+
+
+def _changes(effects: Sequence[_Effect], command: _Automatic) -> list[dict[str, Any]]:
+    """Each change: the new engine, and after how many seconds the one before had stopped and the new one had an effect."""
+    found = []
+    for decided, changed in pairwise(one for one in command.events if one["event"] in ("change", "changed")):
+        if changed["event"] == "changed":
+            first_ms = min((one.at_ms for one in effects if one.at_ms >= changed["at_ms"]), default=None)
+            found.append(
+                {
+                    "engine": changed["engine"],
+                    "stopped_after_s": changed["stop_seconds"],
+                    "first_effect_after_s": first_ms and round((first_ms - decided["at_ms"]) / 1000, 1),
+                }
+            )
+    return found
 
 
 def _by_engine(effects: Sequence[_Effect], command: _Automatic) -> dict[str, dict[str, Any]]:
