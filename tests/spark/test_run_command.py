@@ -99,6 +99,16 @@ def test_a_java_process_that_is_killed_ends_the_run_with_one_line(asleep: Driver
         ),
         (("--conf", "spark.driver.memory=abc"), {}, "Invalid maximum heap size: -Xmxabc"),
         (("--conf", "spark.scheduler.mode=abc"), {}, "Spark refuses its settings"),
+        (
+            (
+                "--spark-master",
+                "local-cluster[0,1,1024]",
+                "--conf",
+                "spark.driver.extraJavaOptions=-DZstdTempFolder=/nonexistent",
+            ),
+            {},
+            "cannot load Spark's library zstd",
+        ),
         ((), {"JAVA_HOME": "/nonexistent"}, "install Java 17 or later, or set JAVA_HOME"),
         ((), {"SPARK_REMOTE": "sc://127.0.0.1"}, "the variable SPARK_REMOTE is set"),
     ],

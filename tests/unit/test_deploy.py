@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.cli]
 OURS = ("worker", "exporter", "console")
 MEASURED = ("worker", "exporter")
 IMAGES = ("Dockerfile", "Dockerfile.spark")
+INIT = ["tini", "-s", "--"]
 
 
 @pytest.fixture
@@ -144,8 +145,16 @@ def instructions(name: str) -> list[tuple[str, str]]:
 def test_the_image_does_not_run_as_root_and_gets_its_signals_without_a_shell() -> None:
     last = dict(instructions("Dockerfile"))
     assert int(last["USER"].partition(":")[0]) > 0
-    assert json.loads(last["ENTRYPOINT"]) == ["millstream"]
+    assert json.loads(last["ENTRYPOINT"]) == [*INIT, "millstream"]
     assert json.loads(last["CMD"]) == ["--help"]
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_the_first_process_of_an_image_reaps_orphans_and_is_installed(name: str) -> None:
+    found = instructions(name)
+    assert json.loads(dict(found)["ENTRYPOINT"])[: len(INIT)] == INIT
+    (install,) = [words for instruction, words in found if instruction == "RUN" and "apt-get install" in words]
+    assert INIT[0] in install.split()
 
 
 def test_the_image_of_spark_has_the_tested_spark_once_and_the_entry_point_of_its_pods() -> None:
@@ -159,7 +168,7 @@ def test_the_image_of_spark_has_the_tested_spark_once_and_the_entry_point_of_its
     assert copied == {"/opt/java/openjdk": "--from=spark", "/opt/decom.sh": "--from=spark", "/wheels": "--from=wheel"}
     last = dict(found)
     assert int(last["USER"].partition(":")[0]) > 0
-    assert json.loads(last["ENTRYPOINT"]) == ["/opt/entrypoint.sh"]
+    assert json.loads(last["ENTRYPOINT"]) == [*INIT, "/opt/entrypoint.sh"]
     assert last["ENV"].endswith(
         f"/python{last['FROM'].removeprefix('python:').removesuffix('-slim')}/site-packages/pyspark"
     )

@@ -45,6 +45,15 @@ def test_every_block_of_yaml_parses() -> None:
             assert {"kind", "metadata", "spec"} <= document.keys(), page
 
 
+def test_no_pod_of_a_page_replaces_the_entry_point_of_its_image() -> None:
+    found = [
+        document for _, text in blocks("yaml") for document in documents(text) if document.get("kind") == "Deployment"
+    ]
+    containers = [one for document in found for one in document["spec"]["template"]["spec"]["containers"]]
+    assert len(containers) >= 4
+    assert [one["name"] for one in containers if "command" in one] == [], "without tini its orphans stay zombies"
+
+
 def test_every_unit_of_a_page_is_the_file_of_the_clone() -> None:
     shown = [text for page, text in blocks("ini") if page == "docs/operations/systemd.md"]
     assert shown == [path.read_text() for path in UNITS.values()]

@@ -382,7 +382,7 @@ def _session(
     On a cluster, executors get `code`: the folder of the app, and the files given with --py-files.
     """
     from millstream.spark.run.app_archive import ship
-    from millstream.spark.run.session import close_session, is_cluster, open_session, task_attempts
+    from millstream.spark.run.session import check_compression, close_session, is_cluster, open_session, task_attempts
 
     tries = task_attempts(app.handlers.values())
     master = master or f"local[*,{tries}]"
@@ -399,6 +399,7 @@ def _session(
             raise
     try:
         if spark is not None and is_cluster(master):
+            check_compression(spark)
             ship(spark, *code)
         yield spark
     finally:

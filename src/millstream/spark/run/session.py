@@ -189,6 +189,23 @@ def has_executors(spark: SparkSession) -> bool:
     return len(java_context(spark).sc().statusTracker().getExecutorInfos()) > 1  # the driver is one of them
 
 
+def check_compression(spark: SparkSession) -> None:
+    """Load the library that compresses what the driver answers executors. Raises ConfigError if that fails.
+
+    Spark loads it at the first shuffle, in a thread that then ends without an answer: the batch would wait for ever.
+    """
+    codec = spark.sparkContext.getConf().get("spark.shuffle.mapStatus.compression.codec", "zstd")
+    if codec != "zstd":
+        return
+    try:
+        java_classes(spark).com.github.luben.zstd.util.Native.load()
+    except Py4JJavaError as error:
+        raise ConfigError(
+            f"Java cannot load Spark's library zstd from its folder for temporary files ({java_reason(error)}); mount /tmp "
+            "without noexec, for executors too, or set -Djava.io.tmpdir in the extraJavaOptions of both"
+        ) from error
+
+
 def checkpoint_begun(spark: SparkSession, path: str, marker: str) -> bool:
     """Create the folder `path`, on any Hadoop file system, if missing; True if a query has begun in it.
 
