@@ -9,10 +9,12 @@ from millstream.redis_client.key_names import HandlerKeys
 KEYS = HandlerKeys("shop", "pay", "orders")
 
 
-def add_dead_letter(client: Client, pairs: Sequence[bytes], error: str = "ValueError: no") -> str:
+def add_dead_letter(
+    client: Client, pairs: Sequence[bytes], error: str = "ValueError: no", keys: HandlerKeys = KEYS
+) -> str:
     """Add a dead letter with these fields; return its id."""
     letter = DeadLetter(
-        stream="orders",
+        stream=keys.stream,
         id="1-0",
         pairs=pairs,
         key=b"ann",
@@ -23,7 +25,7 @@ def add_dead_letter(client: Client, pairs: Sequence[bytes], error: str = "ValueE
         error=error,
         time_ms=1,
     )
-    found: bytes = client.execute("XADD", KEYS.dead_letters, "*", *letter.items())
+    found: bytes = client.execute("XADD", keys.dead_letters, "*", *letter.items())
     return found.decode()
 
 

@@ -86,11 +86,12 @@ def redrive(page: PageRequest) -> Response:
         return _confirm(page, "redrive", sentences, found)
     moved, problems = 0, []
     with page.audit("dlq redrive", **_about(page, found)) as action:
+        action.done_before = f"0 of {len(found):,} redriven"
         refs = sorted((one.ref for one in found), key=lambda ref: ref[:3])
         for one in DeadLetterQueue(page.client).redrive(refs):
             moved += one.new_id is not None
             problems += [f"{one.ref.letter_id}: {one.problem}"] if one.new_id is None else []
-        action.result = f"{moved:,} of {len(found):,} redriven"
+            action.result = action.done_before = f"{moved:,} of {len(found):,} redriven"
     return _report(page, f"{pluralize(moved, 'dead letter')} redriven", problems)
 
 
@@ -102,9 +103,12 @@ def purge(page: PageRequest) -> Response:
             f"{pluralize(len(found), 'dead letter')} would be deleted for good, with their messages: {_by_stream(found)}."
         ]
         return _confirm(page, "purge", sentences, found)
+    removed = 0
     with page.audit("dlq purge", **_about(page, found)) as action:
-        removed = DeadLetterQueue(page.client).purge([one.ref for one in found])
-        action.result = f"{removed:,} of {len(found):,} purged"
+        action.done_before = f"0 of {len(found):,} purged"
+        for number in DeadLetterQueue(page.client).purge([one.ref for one in found]):
+            removed += number
+            action.result = action.done_before = f"{removed:,} of {len(found):,} purged"
     return _report(page, f"{pluralize(removed, 'dead letter')} purged", [])
 
 
