@@ -1,4 +1,4 @@
-"""Dead letters of one handler, `shop.pay` on `orders`, and what is left of them."""
+"""Dead letters of one handler, `shop.pay` on `orders` unless said otherwise, and what is left of them."""
 
 from collections.abc import Sequence
 
@@ -10,16 +10,20 @@ KEYS = HandlerKeys("shop", "pay", "orders")
 
 
 def add_dead_letter(
-    client: Client, pairs: Sequence[bytes], error: str = "ValueError: no", keys: HandlerKeys = KEYS
+    client: Client,
+    pairs: Sequence[bytes],
+    error: str = "ValueError: no",
+    keys: HandlerKeys = KEYS,
+    entry_id: str = "1-0",
 ) -> str:
-    """Add a dead letter with these fields; return its id."""
+    """Add a dead letter with these fields, of the entry `entry_id`; return its id."""
     letter = DeadLetter(
         stream=keys.stream,
-        id="1-0",
+        id=entry_id,
         pairs=pairs,
         key=b"ann",
-        app="shop",
-        handler="pay",
+        app=keys.app,
+        handler=keys.handler,
         attempts=1,
         reason="failed",
         error=error,
