@@ -4,7 +4,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -280,19 +280,34 @@ def test_a_report_is_kept_for_seconds_and_the_later_one_counts(client: Client) -
 # --- Ends ---
 
 
-def test_a_console_in_an_application_ends_its_redrives_at_the_exit_of_the_interpreter(client: Client) -> None:
-    add(client, 3)
+def test_a_console_in_an_application_ends_its_redrives_at_the_exit_of_the_interpreter_and_waits_for_redis(
+    millstream_fresh_server: EmbeddedServer,
+) -> None:
+    url = millstream_fresh_server.url
     program = f"""
-from millstream.services.console import Level
-from tests.integration.test_console_redrives import begin, eventually, has_redriven
-from tests.support.consoles import Client, authorized
-with Client({client.url!r}) as client, authorized({client.url!r}, Level.OPERATE) as browser:
-    assert begin(browser, "5/d").status == 200
-    eventually(lambda: has_redriven(client, 1), "the first letter")
+from millstream.services.console import Level, console_app, paced_redrives
+from tests.support.consoles import Browser, client_of
+paced_redrives.STOP_S = {FAIL_SAFE_S}
+app = console_app({url!r}, authorize=lambda request: Level.OPERATE)
+browser = Browser(client_of(app))
+question = browser.send(browser.get("/letters?handler=shop.pay"), {REDRIVE!r})
+browser.send(question, {REDRIVE!r}, rate="5/d")
+input()
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=FAIL_SAFE_S)
-    assert ended(client).result == "1 of 3 redriven; its console stopped, 2 dead letters are left"
-    assert left(client) == 2
+    with Client(url) as client:
+        add(client, 3)
+        process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE)
+        try:
+            eventually(partial(has_redriven, client, 1), "the first letter")
+            millstream_fresh_server.pause()
+            with suppress(subprocess.TimeoutExpired):
+                process.communicate(b"\n", timeout=1)  # an exit that does not wait for Redis needs less
+        finally:
+            millstream_fresh_server.resume()
+            assert process.wait(FAIL_SAFE_S) == 0
+        (record,) = AuditLog(client).read()
+        assert record.result == "1 of 3 redriven; its console stopped, 2 dead letters are left"
+        assert left(client) == 2
 
 
 def test_a_console_that_stops_ends_its_redrives_and_records_how_many_letters_they_came_to(
