@@ -65,9 +65,10 @@ def report_redrive(
 def read_redrives(client: Client, app: str, handler: str) -> Sequence[PacedRedrive]:
     """The redrives of a handler that consoles of this Redis are doing, those that began first before the others.
 
-    () for a user who may not read them. Raises RedisError.
+    Raises RedisError.
     """
-    (found,) = read_members(client, [paced_redrives_key(app, handler)], PacedRedrive, server_time_ms(client))
+    key, now_ms = paced_redrives_key(app, handler), server_time_ms(client)
+    (found,) = read_members(client, [key], PacedRedrive, now_ms, may_be_denied=False)
     # A report that its console could not remove is there beside the later one, which is kept for longer.
     return sorted({one.id: one for one, _ in found}.values(), key=lambda one: one.began_ms)
 
