@@ -166,7 +166,7 @@ def test_more_redrives_than_one_console_may_do_are_refused_and_redrive_nothing(
     client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(paced_redrives, "MOST_REDRIVES", 2)
-    add(client, 4)
+    add(client, 10)
     with console(client, tmp_path) as browser, console(client, tmp_path) as another:
         assert begin(browser, "5/d").status == 200
         assert begin(browser, "5/d").status == 200
@@ -335,17 +335,17 @@ def test_a_console_that_stops_ends_its_redrives_and_records_how_many_letters_the
 def test_a_console_that_is_killed_leaves_each_letter_redriven_or_dead_and_a_record_without_a_result(
     client: Client, tmp_path: Path
 ) -> None:
-    add(client, 400)
+    add(client, 1_000)
     for count in (40, 120):
         with console_process(client, tmp_path) as (process, browser):
-            begin(browser, "200")
+            begin(browser, "50")
             eventually(partial(has_redriven, client, count), "some letters")
             process.process.kill()
             process.process.wait()
-        assert client.execute("EVAL", BOTH, 2, "orders", KEYS.dead_letters) == 400
+        assert client.execute("EVAL", BOTH, 2, "orders", KEYS.dead_letters) == 1_000
     assert [one.result for one in AuditLog(client).read()] == [None, None]
     assert call("dlq", "redrive", "--all", "--yes", url=client.url).code == 0
-    assert sorted(redriven(client)) == list(range(1, 401))
+    assert sorted(redriven(client)) == list(range(1, 1_001))
 
 
 def test_a_redrive_that_redis_refuses_is_recorded_with_its_number_once_redis_takes_records_again(
