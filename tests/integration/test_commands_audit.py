@@ -44,6 +44,7 @@ ACTIONS: list[tuple[str, str, Mapping[str, str], str]] = [
         {**PAY, "letters": "1", "since": "2h"},
         "1 of 1 redriven",
     ),
+    ("dlq stop shop.pay", "dlq stop", {**PAY, "redrive": "ID"}, "requested"),
     ("dlq purge {letter}", "dlq purge", {**PAY, "id": "ID", "letters": "1"}, "1 of 1 purged"),
     (
         "dlq edit {letter} --set text=1 --by eve",
@@ -99,7 +100,7 @@ ACTIONS: list[tuple[str, str, Mapping[str, str], str]] = [
 
 WITHOUT_A_QUESTION = ("key unpark shop.pay 'parked x'", "group claim in g b 1-0")
 """Commands that would ask if they were to change more."""
-WITHOUT_DRY_RUN = {"pause", "resume", "key park", "group create", "lease add", "partition create"}
+WITHOUT_DRY_RUN = {"pause", "resume", "dlq stop", "key park", "group create", "lease add", "partition create"}
 
 
 def options_of(name: str) -> set[str]:

@@ -179,6 +179,7 @@ def test_each_page_keeps_its_policy_fits_its_window_has_contrast_and_labels_pass
         visit(browser, browser.run("document.querySelector('tbody th a').href"), shows="input[name=letter]")
         is_usable(browser, axe, "a group of dead letters")
         press(browser, ".actions button:not([name])", "Yes, do it")
+        is_usable(browser, axe, "the question of a redrive, with a field for a rate")
         press(browser, "form[action='/letters/redrive'] button", "1 dead letter redriven.")
         is_usable(browser, axe, "the page after a redrive")
 

@@ -13,6 +13,7 @@ from millstream.services.console import Level
 from millstream.services.console.app import ConsoleParts, make_console
 from millstream.services.console.client_pool import ClientPool
 from millstream.services.console.guard import make_guard
+from millstream.services.console.paced_redrives import PacedRedrives
 from millstream.services.console.rights import ConsoleTokens
 from millstream.services.console.stream_names import StreamNames
 from tests.support.command_stats import commands_run
@@ -109,7 +110,8 @@ def test_too_many_streams_are_searched_by_prefix(filled: Client, tmp_path: Path)
     assert names.find("a") is None
     tokens, clients = ConsoleTokens(), ClientPool(filled.url)
     tokens.read(write_tokens(tmp_path))
-    app = make_console(ConsoleParts(clients=clients, guard=make_guard(clients, tokens, None), names=names))
+    guard, redrives = make_guard(clients, tokens, None), PacedRedrives(filled.url)
+    app = make_console(ConsoleParts(clients=clients, guard=guard, names=names, redrives=redrives))
     with client_of(app) as http:
         browser = Browser(http)
         browser.log_in("figures")

@@ -82,6 +82,7 @@ FORMS: Mapping[str, Form] = {
     ),
     "/letters/export": Form(page=_LETTERS, action="dlq show", command="dlq show shop.pay --json", reads_only=True),
     "/letters/redrive": Form(page=_LETTERS, action="dlq redrive", command="dlq redrive shop.pay --yes"),
+    "/letters/redrive/stop": Form(page=_LETTERS, action="dlq stop", command="dlq stop shop.pay"),
     "/letters/purge": Form(page=_LETTERS, typed="1", action="dlq purge", command="dlq purge shop.pay --yes"),
     "/group/set-id": Form(
         page="/group?stream=orders&group=readers",

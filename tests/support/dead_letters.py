@@ -1,4 +1,4 @@
-"""Dead letters of one handler, `shop.pay` on `orders`, and what is left of them."""
+"""Dead letters of one handler, `shop.pay` on `orders` unless said otherwise, and what is left of them."""
 
 from collections.abc import Sequence
 
@@ -9,21 +9,27 @@ from millstream.redis_client.key_names import HandlerKeys
 KEYS = HandlerKeys("shop", "pay", "orders")
 
 
-def add_dead_letter(client: Client, pairs: Sequence[bytes], error: str = "ValueError: no") -> str:
-    """Add a dead letter with these fields; return its id."""
+def add_dead_letter(
+    client: Client,
+    pairs: Sequence[bytes],
+    error: str = "ValueError: no",
+    keys: HandlerKeys = KEYS,
+    entry_id: str = "1-0",
+) -> str:
+    """Add a dead letter with these fields, of the entry `entry_id`; return its id."""
     letter = DeadLetter(
-        stream="orders",
-        id="1-0",
+        stream=keys.stream,
+        id=entry_id,
         pairs=pairs,
         key=b"ann",
-        app="shop",
-        handler="pay",
+        app=keys.app,
+        handler=keys.handler,
         attempts=1,
         reason="failed",
         error=error,
         time_ms=1,
     )
-    found: bytes = client.execute("XADD", KEYS.dead_letters, "*", *letter.items())
+    found: bytes = client.execute("XADD", keys.dead_letters, "*", *letter.items())
     return found.decode()
 
 

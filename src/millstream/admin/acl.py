@@ -360,6 +360,7 @@ ROLES: Mapping[RoleName, Role] = {
             "producer/redrive",
             "producer/cancel_delayed",
             "keys/park_unpark_skip",
+            "shared/hold_members",
             "shared/hold_name",
         ),
         direct="exists get hdel hget hgetall hlen hmget hscan hset lindex llen lrange ping set time xadd xdel "

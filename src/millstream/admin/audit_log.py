@@ -45,15 +45,25 @@ class AuditRecord:
 
 
 class RunningAction:
-    """An action that runs. It sets its own `result`, which is recorded at its end."""
+    """An action that runs. It sets its own `result`, which is recorded at its end.
+
+    `done_before`: what it has done so far, in words, for the record of an error.
+    """
 
     def __init__(self) -> None:
         self.result = "done"
+        self.done_before = ""
 
 
 def may_have_run(error: MillstreamError) -> bool:
     """Whether a command that ended in this error may have changed something: its reply was lost."""
     return isinstance(error, Unavailable) and not isinstance(error, (OutOfMemory, StreamFull))
+
+
+def failed_result(error: MillstreamError, done_before: str = "") -> str:
+    """The result of an action that ended in this error. `done_before`: what it had done by then, in words."""
+    what = f"{_UNKNOWN if may_have_run(error) else 'failed'}: {error}"
+    return f"{what}; {done_before} before" if done_before else what
 
 
 class AuditLog:
@@ -73,7 +83,7 @@ class AuditLog:
     ) -> Iterator[RunningAction]:
         """Record an action of `by` before the block and its result after it.
 
-        An error of the block is its result, and raised. Raises RedisError before the block if nothing can be recorded;
+        An error of the block is its result, with what was done before it, and raised. Raises RedisError before the block if nothing can be recorded;
         unless `on_unrecorded` is given, which is called with what is missing, and with the error: then the block runs.
         """
         record: str | None = None
@@ -89,7 +99,7 @@ class AuditLog:
         try:
             yield running
         except MillstreamError as error:
-            end(f"{_UNKNOWN if may_have_run(error) else 'failed'}: {error}")
+            end(failed_result(error, running.done_before))
             raise
         except KeyboardInterrupt:
             end(f"{_UNKNOWN}: interrupted")

@@ -20,6 +20,7 @@ from millstream.cli.dlq_selection import (
     check_selection,
     letter_filter,
 )
+from millstream.cli.dlq_stop import stop
 from millstream.cli.handler_names import HandlerNames
 from millstream.cli.options import (
     JsonLines,
@@ -124,6 +125,7 @@ def show(
 
 
 dlq.command("redrive")(redrive)
+dlq.command("stop")(stop)
 dlq.command("edit")(edit_letter)
 dlq.command("purge")(purge)
 

@@ -1,15 +1,15 @@
 """`millstream dlq redrive` and `millstream dlq purge`: act on the dead letters that their user selects."""
 
-import math
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 import typer
 
+from millstream.admin.audit_log import RunningAction
 from millstream.cli.dlq_selection import (
     All,
     Key,
@@ -29,13 +29,12 @@ from millstream.cli.signals import orderly_stop
 from millstream.cli.terminal import confirm, print_json, print_line, print_message
 from millstream.delivery.dead_letter_queue import DeadLetterFilter, DeadLetterQueue, DeadLetterRef
 from millstream.delivery.rate_override import format_rate, parse_rate
+from millstream.delivery.redrive_pacing import portions_at
 from millstream.errors import MillstreamError
 from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import escape
 from millstream.redis_client.formats import pluralize
-
-_MOST_AT_ONCE = 50  # a stop waits for so many letters at most
 
 
 class _PacedRate(float):
@@ -58,61 +57,63 @@ Rate = Annotated[
 
 @dataclass(slots=True)
 class _Tally:
-    """How many letters a command has come to so far: all of them; those that it changed; those that it could not."""
+    """How far a command is.
 
+    * `total`: the number of letters it is about; `verb`: what becomes of them
+    * `letters`: how many it has come to; `done`: those that it has changed; `failed`: those that it could not
+    """
+
+    total: int
+    verb: str
     letters: int = 0
     done: int = 0
     failed: int = 0
 
+    @property
+    def figures(self) -> str:
+        """How many it has changed, in words."""
+        return f"{self.done:,} of {self.total:,} {self.verb}"
 
-def _redrive(queue: DeadLetterQueue, refs: Sequence[DeadLetterRef]) -> tuple[int, int]:
+
+def _redrive(queue: DeadLetterQueue, refs: Sequence[DeadLetterRef], tally: _Tally) -> None:
     """Redrive dead letters to the end of their streams, in the order in which they were published.
 
     Only the handler that dead-lettered a message processes it again. If the command is killed at any point, no letter
     is lost or duplicated: run it again.
     """
-    moved, failed = 0, 0
     for outcome in queue.redrive(refs):
         if outcome.new_id is not None:
-            moved += 1
+            tally.done += 1
         else:
-            failed += 1
+            tally.failed += 1
             print_message(f"letter {outcome.ref.letter_id} was not redriven: {outcome.problem}")
-    return moved, failed
 
 
-def _purge(queue: DeadLetterQueue, refs: Sequence[DeadLetterRef]) -> tuple[int, int]:
+def _purge(queue: DeadLetterQueue, refs: Sequence[DeadLetterRef], tally: _Tally) -> None:
     """Delete dead letters for good."""
-    return queue.purge(refs), 0
+    for number in queue.purge(refs):
+        tally.done += number
 
 
 def _at_a_rate(
     refs: Sequence[DeadLetterRef], stopping: threading.Event, *, rate: Rate = None
 ) -> Iterator[Sequence[DeadLetterRef]]:
-    """Some letters at a time, as the rate allows, until `stopping` is set. At a low rate they are spread evenly."""
-    per_s = math.inf if rate is None else rate
-    size = max(1, int(min(_MOST_AT_ONCE, per_s / 10)))
-    due_s = 0.0
-    for at in range(0, len(refs), size):
-        if stopping.wait(max(0.0, due_s - time.monotonic())):
-            return
-        due_s = max(due_s, time.monotonic()) + size / per_s
-        yield refs[at : at + size]
+    return portions_at(refs, rate, stopping.wait)
 
 
 def _without_a_rate(refs: Sequence[DeadLetterRef], stopping: threading.Event) -> Iterator[Sequence[DeadLetterRef]]:
-    return _at_a_rate(refs, stopping)
+    return portions_at(refs, None, stopping.wait)
 
 
 def _on_selected(
-    act: Callable[[DeadLetterQueue, Sequence[DeadLetterRef]], tuple[int, int]],
+    act: Callable[[DeadLetterQueue, Sequence[DeadLetterRef], _Tally], None],
     portions: Callable[..., Iterator[Sequence[DeadLetterRef]]],
     *,
     verb: str,
     question: str,
     done: str,
 ) -> Callable[..., None]:
-    """A command that selects letters, asks `question`, and applies `act`, which counts successes and failures.
+    """A command that selects letters, asks `question`, and applies `act`, which counts what it does.
 
     `portions` yields the letters for one call of `act` after another; the command has its options, too.
     """
@@ -146,8 +147,9 @@ def _on_selected(
             chosen = {name: str(value) for name, value in options.items() if value is not None}
             with orderly_stop() as stopping:  # Ctrl-C is raised at its end: what was done is reported before
                 with recorded(client, f"dlq {verb}", **_about(refs, wanted), **filters, **chosen) as action:
-                    tally = _apply(act, queue, portions(refs, stopping, **options), len(refs), done)
-                    action.result = f"{tally.done:,} of {len(refs):,} {done}"
+                    tally = _Tally(total=len(refs), verb=done)
+                    _apply(partial(act, queue), portions(refs, stopping, **options), tally, action)
+                    action.result = tally.figures
                 _summary(done, tally.done, refs, dry_run=False, as_json=as_json)
                 if left := len(refs) - tally.letters:
                     letters = pluralize(left, "dead letter is", "dead letters are")
@@ -164,30 +166,22 @@ purge = _on_selected(_purge, _without_a_rate, verb="purge", question="Delete {} 
 
 
 def _apply(
-    act: Callable[[DeadLetterQueue, Sequence[DeadLetterRef]], tuple[int, int]],
-    queue: DeadLetterQueue,
+    act: Callable[[Sequence[DeadLetterRef], _Tally], None],
     portions: Iterator[Sequence[DeadLetterRef]],
-    total: int,
-    done: str,
-) -> _Tally:
-    tally = _Tally()
-
-    def figures() -> str:
-        return f"{tally.done:,} of {total:,} {done}"
-
+    tally: _Tally,
+    action: RunningAction,
+) -> None:
     try:
-        with shown_progress(total, figures) as show:
+        with shown_progress(tally.total, lambda: tally.figures) as show:
             for portion in portions:
-                number, failed = act(queue, portion)
+                act(portion, tally)
                 tally.letters += len(portion)
-                tally.done += number
-                tally.failed += failed
                 show(tally.letters)
     except MillstreamError:
+        action.done_before = tally.figures
         if tally.done:
-            print_message(f"{figures()} before the error")
+            print_message(f"{tally.figures} before the error")
         raise
-    return tally
 
 
 def _about(refs: Sequence[DeadLetterRef], wanted: DeadLetterFilter) -> dict[str, str | None]:

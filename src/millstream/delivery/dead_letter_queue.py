@@ -14,7 +14,7 @@ from millstream.handlers.dead_letter import DeadLetter, Reason
 from millstream.model import ZERO_ID, EntryId
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import EDITED_FIELD, PREFIX, REDRIVE_FIELD, HandlerKeys, to_wire
-from millstream.redis_client.pipelining import call_all
+from millstream.redis_client.pipelining import send_all
 from millstream.redis_client.replies import pairs_of
 from millstream.redis_client.resp import Arg, Command
 from millstream.redis_client.scripts import Script
@@ -171,6 +171,7 @@ class DeadLetterQueue:
         Each is moved in one atomic step. The entry begins with a field that names its handler, so that no other handler
         of the stream processes it again. Interrupted at any point, or run twice at once, this neither loses nor doubles
         one. An error of one letter or its stream stops no other redrive: that letter stays, and its `problem` says why.
+        Any other error is raised once all letters are yielded that are known to be redriven.
         """
         for at in range(0, len(refs), _PAGE):
             yield from self._redrive_page(refs[at : at + _PAGE])
@@ -188,16 +189,20 @@ class DeadLetterQueue:
         (found,) = self._redrive_page([ref], [*own, EDITED_FIELD, to_wire(by)])
         return found
 
-    def purge(self, refs: Sequence[DeadLetterRef]) -> int:
-        """Delete letters for good; return how many were still there."""
-        removed = 0
+    def purge(self, refs: Sequence[DeadLetterRef]) -> Iterator[int]:
+        """Delete letters for good, some at each step of the iteration; yield how many of these were still there.
+
+        An error is raised once all numbers are yielded that are known.
+        """
         for at in range(0, len(refs), _DELETE_PAGE):
             by_stream: dict[str, list[str]] = {}
             for ref in refs[at : at + _DELETE_PAGE]:
                 by_stream.setdefault(ref.keys.dead_letters, []).append(ref.letter_id)
             commands: list[Command] = [("XDEL", to_wire(dead), *ids) for dead, ids in by_stream.items()]
-            removed += sum(call_all(self._client, commands))
-        return removed
+            replies = send_all(self._client, commands)
+            yield from (reply for reply in replies if isinstance(reply, int))
+            for reply in replies:
+                raise_if_error(reply)
 
     def _redrive_page(self, refs: Sequence[DeadLetterRef], edited: Sequence[bytes] | None = None) -> Iterator[Redriven]:
         found = self._client.pipeline([("XRANGE", to_wire(s.keys.dead_letters), *([s.letter_id] * 2)) for s in refs])
@@ -208,12 +213,16 @@ class DeadLetterQueue:
             if not isinstance(entry, str)
         ]
         replies = iter(self._client.try_scripts(calls))
+        errors: list[RedisError] = []
         for ref, entry in zip(refs, entries, strict=True):
             reply = entry if isinstance(entry, str) else next(replies)
-            if isinstance(reply, bytes):
-                yield Redriven(ref, reply.decode())
+            problem = "" if isinstance(reply, bytes) else _refusal_of(ref, reply)
+            if isinstance(problem, RedisError):
+                errors.append(problem)
             else:
-                yield Redriven(ref, None, _refusal_text(ref, reply))
+                yield Redriven(ref, reply.decode() if isinstance(reply, bytes) else None, problem)
+        if errors:
+            raise errors[0]
 
     def _find_since(self, keys: HandlerKeys, since_ms: int) -> Iterator[tuple[bytes, list[bytes]]]:
         start = str(since_ms)
@@ -242,8 +251,8 @@ def _parse_entry(keys: HandlerKeys, letter_id: bytes, pairs: list[bytes]) -> Dea
     return DeadLetterEntry(keys, letter_id.decode(), pairs, letter)
 
 
-def _refusal_text(ref: DeadLetterRef, reply: str | RedisError | None) -> str:
-    """Return why a letter stays. Raises an error that does not concern this letter alone."""
+def _refusal_of(ref: DeadLetterRef, reply: str | RedisError | None) -> str | RedisError:
+    """Return why a letter stays; or the error, if it does not concern this letter alone."""
     match reply:
         case None:
             return _GONE
@@ -256,7 +265,7 @@ def _refusal_text(ref: DeadLetterRef, reply: str | RedisError | None) -> str:
         case AccessDenied() if reply.concerns_key:
             return str(reply)
         case _:
-            raise reply
+            return reply
 
 
 def unedited(pairs: Sequence[bytes]) -> list[bytes]:

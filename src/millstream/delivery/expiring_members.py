@@ -41,16 +41,17 @@ def _hold_call(
     return HOLD_MEMBERS, (key,), (held_ms, *map(msgspec.json.encode, values))
 
 
-def read_members(client: Client, keys: Iterable[str], kind: type[T], now_ms: float) -> list[list[tuple[T, float]]]:
+def read_members(
+    client: Client, keys: Iterable[str], kind: type[T], now_ms: float, *, may_be_denied: bool = True
+) -> list[list[tuple[T, float]]]:
     """Return for each key its values, each with the time until which it is kept (Unix milliseconds), in that order.
 
-    Of a key that this user may not read, or of another type, none. Raises RedisError.
+    Of a key of another type none, nor of one that this user may not read, if `may_be_denied`. Raises RedisError.
     """
+    without = (AccessDenied, WrongType) if may_be_denied else WrongType
     replies = send_all(client, [("ZRANGE", key, 0, -1, "WITHSCORES") for key in keys])
     return [
-        []
-        if isinstance(reply, AccessDenied | WrongType)
-        else list(_decoded(pairs_of(raise_if_error(reply)), kind, now_ms))
+        [] if isinstance(reply, without) else list(_decoded(pairs_of(raise_if_error(reply)), kind, now_ms))
         for reply in replies
     ]
 

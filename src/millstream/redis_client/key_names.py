@@ -184,6 +184,18 @@ def run_times_key(app: str, handler: str) -> str:
     return worker_name_key(app, f":runs:{handler}")
 
 
+def paced_redrives_key(app: str, handler: str) -> str:
+    """Sorted set, with a time to live: redrives of a handler's dead letters that consoles do at a rate, until when. No
+    worker can have this name.
+    """
+    return worker_name_key(app, f":redrives:{handler}")
+
+
+def redrive_stop_key(app: str, redrive: str) -> str:
+    """String, with a time to live: since when a redrive at a rate has to stop. No worker can have this name."""
+    return worker_name_key(app, f":redrive-stop:{redrive}")
+
+
 def query_progress_key(app: str, query: str) -> str:
     """String, with a time to live: the last micro-batch of a query on Spark (msgpack). No worker can have this name."""
     return worker_name_key(app, f":progress:{query}")

@@ -3,6 +3,7 @@
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from millstream.admin.audit_log import AuditLog
 from millstream.balancer import announce
 from millstream.delivery.keyed_stream import KeyedStream
 from millstream.errors import AccessDenied
@@ -14,6 +15,8 @@ from millstream.services.console.history_writer import HistoryWriter
 from tests.support.acl_scenarios.commands import WITHOUT_THEIR_RIGHTS
 from tests.support.console_forms import FORMS
 from tests.support.consoles import Browser, Page, authorized, console, fill_with, pages_one_by_one
+from tests.support.dead_letters import add_dead_letter
+from tests.support.waiting import eventually
 
 KEY = "/key?handler=shop.pay&stream=orders&key=parked+x"
 
@@ -36,6 +39,7 @@ def manage(url: str, admin: Client) -> None:
             granted(browser.get(f"/find?q={text}"))
         check_findings(browser)
         act(browser, keyed)
+        redrive_at_a_rate(browser, admin)
     with TemporaryDirectory() as folder, console(url, Path(folder)) as browser:
         granted(browser.send(granted(browser.log_in("figures")), "/logout"))
 
@@ -72,8 +76,19 @@ def act(browser: Browser, keyed: KeyedStream) -> None:
     assert lease.key == b"parked x"
     send(browser, "/key/skip", "/key/park", "/key/reset", "/letters/export", "/letter/edit")
     granted(browser.send(granted(browser.get(KEY)), "/key/park"))
-    send(browser, "/key/unpark", "/key/skip", "/letters/redrive", "/key/skip", "/letters/purge")
+    send(browser, "/key/unpark", "/key/skip", "/letters/redrive", "/letters/redrive/stop")
+    send(browser, "/key/skip", "/letters/purge")
     send(browser, "/delayed/cancel", "/workers/drain", "/group/set-id")
+
+
+def redrive_at_a_rate(browser: Browser, admin: Client) -> None:
+    """Redrive a dead letter at a rate; raise AccessDenied if Redis has refused something to the thread that does it."""
+    add_dead_letter(admin, [b"n", b"1"])
+    question = browser.send(granted(browser.get("/letters?handler=shop.pay")), "/letters/redrive")
+    granted(browser.send(granted(question), "/letters/redrive", rate="5"))
+    result = eventually(lambda: AuditLog(admin).read(count=1)[0].result, "the redrive to end")
+    if result != "1 of 1 redriven":
+        raise AccessDenied(str(result))
 
 
 def send(browser: Browser, *paths: str) -> None:

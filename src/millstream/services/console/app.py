@@ -1,5 +1,6 @@
 """The console as an ASGI application: its routes, and the checks before a view answers."""
 
+import asyncio
 import logging
 import secrets
 import time
@@ -28,6 +29,7 @@ from millstream.services.console.display import Display
 from millstream.services.console.guard import CHALLENGE, Authorize, Guard, make_guard
 from millstream.services.console.live_reads import LiveReads
 from millstream.services.console.login import MOST_FIELDS, FormSecret, form_of, login_routes, root_of, token_of
+from millstream.services.console.paced_redrives import PacedRedrives
 from millstream.services.console.pages import Page, PageRequest, Shared
 from millstream.services.console.rendering import render
 from millstream.services.console.rights import ConsoleTokens, Viewer
@@ -65,6 +67,7 @@ class ConsoleParts:
     clients: ClientPool
     guard: Guard
     names: StreamNames
+    redrives: PacedRedrives
     redact: Redact = show_all
     host_names: Container[str] | None = None
     shared: Shared = field(default_factory=Shared)
@@ -97,7 +100,14 @@ def console_app(
         raise ConfigError("give authorize=, or token_file= with a token: else every client could read all messages")
     clients = ClientPool(url)
     guard = make_guard(clients, tokens, token_file, authorize)
-    parts = ConsoleParts(clients=clients, guard=guard, names=StreamNames(url), redact=redact, host_names=host_names)
+    parts = ConsoleParts(
+        clients=clients,
+        guard=guard,
+        names=StreamNames(url),
+        redrives=PacedRedrives(url),
+        redact=redact,
+        host_names=host_names,
+    )
     return SecureHeaders(make_console(parts))
 
 
@@ -107,6 +117,7 @@ def make_console(parts: ConsoleParts) -> Starlette:
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         yield
+        await asyncio.to_thread(parts.redrives.stop)
         parts.clients.close()
 
     routes = [
@@ -192,6 +203,7 @@ class _Endpoint:
                         display=display,
                         shared=parts.shared,
                         names=parts.names,
+                        redrives=parts.redrives,
                         root=root_of(request),
                         path=self._page.path,
                         query=_query_of(request),

@@ -12,6 +12,7 @@ from millstream.services.console.app import ConsoleParts, make_console
 from millstream.services.console.client_pool import ClientPool
 from millstream.services.console.guard import make_guard
 from millstream.services.console.history_writer import HistoryWriter
+from millstream.services.console.paced_redrives import PacedRedrives
 from millstream.services.console.rights import ConsoleTokens
 from millstream.services.console.secure_headers import SECURE_HEADERS
 from millstream.services.console.stream_names import StreamNames
@@ -56,11 +57,19 @@ def run_console(serving: ConsoleOptions, *, on_ready: Callable[[str], None]) -> 
         clients=clients,
         guard=guard,
         names=StreamNames(serving.url),
+        redrives=PacedRedrives(serving.url),
         redact=serving.redact,
         host_names=serving.host_names,
     )
     with listen(serving.host, serving.port, connections=serving.limits.connections) as listener:
-        server = Server(make_console(parts), serving.limits, metrics=Recorder(), stop_s=_STOP_S, headers=SECURE_HEADERS)
+        server = Server(
+            make_console(parts),
+            serving.limits,
+            metrics=Recorder(),
+            stop_s=_STOP_S,
+            on_shutdown=parts.redrives.begin_stop,
+            headers=SECURE_HEADERS,
+        )
         server.stop_at_signals()
         on_ready(url_of(listener))
         with HistoryWriter(serving.url):

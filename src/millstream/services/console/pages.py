@@ -19,6 +19,7 @@ from millstream.redis_client.escaping import unescape
 from millstream.redis_client.key_names import HandlerKeys, from_wire
 from millstream.services.console.client_pool import ClientPool
 from millstream.services.console.display import Display
+from millstream.services.console.paced_redrives import PacedRedrives
 from millstream.services.console.rendering import render
 from millstream.services.console.rights import Level, Viewer
 from millstream.services.console.sessions import address_signature
@@ -68,7 +69,7 @@ class PageRequest:
     * `live_ms`: how often the page renews its figures while it is open, in milliseconds; None for never;
       `is_renewal`: that is what this request does
     * `clients`: the clients of the console, for what is read after the view has answered
-    * `names`: the names of all streams
+    * `names`: the names of all streams; `redrives`: the redrives at a rate of this console
     """
 
     client: Client
@@ -77,6 +78,7 @@ class PageRequest:
     display: Display
     shared: Shared
     names: StreamNames
+    redrives: PacedRedrives
     root: str
     path: str
     query: Mapping[str, str]

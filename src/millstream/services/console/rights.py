@@ -13,7 +13,8 @@ class Level(IntEnum):
 
     * `FIGURES`: figures and names of handlers and streams; nothing that messages contain
     * `PAYLOADS`: messages, keys, states, errors, and what operators did
-    * `OPERATE`: actions that another action reverses: pause, resume, set a rate, park, unpark, skip, redrive
+    * `OPERATE`: actions that another action reverses: pause, resume, set a rate, park, unpark, skip, redrive, stop
+      a redrive
     * `ADMIN`: actions that no action reverses: reset, purge, cancel, drain
     """
 

@@ -11,12 +11,14 @@ from millstream.admin.dead_letter_groups import MOST_LETTERS, LetterGroup, find_
 from millstream.admin.findings import quoted
 from millstream.admin.letter_export import LetterExport
 from millstream.delivery.dead_letter_queue import DeadLetterEntry, DeadLetterFilter, DeadLetterQueue
+from millstream.delivery.rate_override import format_rate, parse_rate
 from millstream.errors import ConfigError, MillstreamError
 from millstream.redis_client.escaping import escape, unescape
 from millstream.redis_client.formats import pluralize
 from millstream.redis_client.key_names import from_wire, to_wire
 from millstream.services.console.downloads import Download
 from millstream.services.console.pages import PageRequest
+from millstream.services.console.views import paced_redrives
 
 _MOST_SHOWN = 100
 _MOST_IN_COMMAND = 20
@@ -40,6 +42,8 @@ def letters(page: PageRequest) -> Response:
     return page.render(
         "letters.html",
         name=name,
+        redrives=paced_redrives.under_way(page, app, handler),
+        format_rate=format_rate,
         total=sum(len(one.letters) for one in groups),
         most=MOST_LETTERS,
         groups=[
@@ -75,22 +79,28 @@ def letter(page: PageRequest) -> Response:
 
 
 def redrive(page: PageRequest) -> Response:
-    """Send dead letters back to their streams, once their number is confirmed."""
+    """Send dead letters back to their streams, once their number is confirmed: now, or at a rate from now on."""
+    rate = parse_rate(text) if (text := page.field("rate").strip()) else None
     found = _selected(page)
     if not _is_confirmed(page, found):
         sentences = [
             f"{pluralize(len(found), 'dead letter')} would be redriven: {_by_stream(found)}.",
             "Each goes to the end of its stream, in the order in which they were published.",
             "Only this handler processes them again. Other messages of their keys have been processed since.",
+            "Without a rate all are redriven at once.",
+            "With one, this console goes on when you leave the page: that of the dead letters shows how far it is.",
         ]
         return _confirm(page, "redrive", sentences, found)
+    refs = sorted((one.ref for one in found), key=lambda ref: ref[:3])
+    if rate is not None:
+        return paced_redrives.start(page, refs, rate=rate, about=_about(page, found))
     moved, problems = 0, []
     with page.audit("dlq redrive", **_about(page, found)) as action:
-        refs = sorted((one.ref for one in found), key=lambda ref: ref[:3])
+        action.done_before = f"0 of {len(found):,} redriven"
         for one in DeadLetterQueue(page.client).redrive(refs):
             moved += one.new_id is not None
             problems += [f"{one.ref.letter_id}: {one.problem}"] if one.new_id is None else []
-        action.result = f"{moved:,} of {len(found):,} redriven"
+            action.result = action.done_before = f"{moved:,} of {len(found):,} redriven"
     return _report(page, f"{pluralize(moved, 'dead letter')} redriven", problems)
 
 
@@ -102,9 +112,12 @@ def purge(page: PageRequest) -> Response:
             f"{pluralize(len(found), 'dead letter')} would be deleted for good, with their messages: {_by_stream(found)}."
         ]
         return _confirm(page, "purge", sentences, found)
+    removed = 0
     with page.audit("dlq purge", **_about(page, found)) as action:
-        removed = DeadLetterQueue(page.client).purge([one.ref for one in found])
-        action.result = f"{removed:,} of {len(found):,} purged"
+        action.done_before = f"0 of {len(found):,} purged"
+        for number in DeadLetterQueue(page.client).purge([one.ref for one in found]):
+            removed += number
+            action.result = action.done_before = f"{removed:,} of {len(found):,} purged"
     return _report(page, f"{pluralize(removed, 'dead letter')} purged", [])
 
 
@@ -196,6 +209,7 @@ def _confirm(page: PageRequest, verb: str, sentences: Sequence[str], found: Sequ
             **({"confirm": str(len(found))} if verb == "redrive" else {}),
         },
         repeated=[("letter", one) for one in page.form.get("letter", ())],
+        **({"rate": page.field("rate")} if verb == "redrive" else {}),
         typed=f"the number {len(found)}" if verb == "purge" else None,
         inputmode="numeric",
         command=_command(verb, name, found, is_all=not reason and not page.field("only")),
