@@ -5,6 +5,7 @@ from tempfile import TemporaryDirectory
 
 from millstream.balancer import announce
 from millstream.delivery.keyed_stream import KeyedStream
+from millstream.delivery.running_code import report_code
 from millstream.errors import AccessDenied
 from millstream.groups import Group
 from millstream.redis_client.client import Client
@@ -14,6 +15,7 @@ from millstream.services.console.history_writer import HistoryWriter
 from tests.support.acl_scenarios.commands import WITHOUT_THEIR_RIGHTS
 from tests.support.console_forms import FORMS
 from tests.support.consoles import Browser, Page, authorized, console, fill_with, pages_one_by_one
+from tests.support.running_codes import CODE_WITH_OUTPUTS
 
 KEY = "/key?handler=shop.pay&stream=orders&key=parked+x"
 
@@ -35,6 +37,7 @@ def manage(url: str, admin: Client) -> None:
         for text in ("parked x", "nothing", "1-1"):
             granted(browser.get(f"/find?q={text}"))
         check_findings(browser)
+        check_outputs(browser, admin)
         act(browser, keyed)
     with TemporaryDirectory() as folder, console(url, Path(folder)) as browser:
         granted(browser.send(granted(browser.log_in("figures")), "/logout"))
@@ -63,6 +66,16 @@ def check_findings(browser: Browser) -> None:
         name, _, text = sentence.partition(": ")
         if text.startswith("not checked") and name not in WITHOUT_THEIR_RIGHTS:
             raise AccessDenied(text)
+
+
+def check_outputs(browser: Browser, admin: Client) -> None:
+    """Raise AccessDenied if the page of a key does not show its outputs."""
+    report_code(admin, "shop", {"pay": CODE_WITH_OUTPUTS})
+    admin.execute("XADD", "out", "*", "key", "parked x")
+    page = granted(browser.get(KEY))
+    if "cannot be read" in page.text:
+        raise AccessDenied(page.text)
+    assert "The last 1 found among the last 1 of 1 entries of out" in page.text
 
 
 def act(browser: Browser, keyed: KeyedStream) -> None:
