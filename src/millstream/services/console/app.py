@@ -33,6 +33,7 @@ from millstream.services.console.rendering import render
 from millstream.services.console.rights import ConsoleTokens, Viewer
 from millstream.services.console.secure_headers import SecureHeaders
 from millstream.services.console.stream_names import StreamNames
+from millstream.services.console.stream_rates import StreamRates
 from millstream.services.console.views import PAGES
 from millstream.services.web.errors import Refused
 from millstream.services.web.origin_check import OriginCheck
@@ -68,6 +69,7 @@ class ConsoleParts:
     redact: Redact = show_all
     host_names: Container[str] | None = None
     shared: Shared = field(default_factory=Shared)
+    rates: StreamRates = field(default_factory=StreamRates)
     live: LiveReads[bytes] = field(default_factory=LiveReads)
 
 
@@ -192,6 +194,7 @@ class _Endpoint:
                         display=display,
                         shared=parts.shared,
                         names=parts.names,
+                        rates=parts.rates,
                         root=root_of(request),
                         path=self._page.path,
                         query=_query_of(request),

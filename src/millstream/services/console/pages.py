@@ -23,6 +23,7 @@ from millstream.services.console.rendering import render
 from millstream.services.console.rights import Level, Viewer
 from millstream.services.console.sessions import address_signature
 from millstream.services.console.stream_names import StreamNames
+from millstream.services.console.stream_rates import StreamRates
 
 REFRESH_S = (5, 15, 60)
 """The intervals, in seconds, at which a page may reload itself."""
@@ -68,7 +69,7 @@ class PageRequest:
     * `live_ms`: how often the page renews its figures while it is open, in milliseconds; None for never;
       `is_renewal`: that is what this request does
     * `clients`: the clients of the console, for what is read after the view has answered
-    * `names`: the names of all streams
+    * `names`: the names of all streams; `rates`: how many entries a second those get that pages have shown
     """
 
     client: Client
@@ -77,6 +78,7 @@ class PageRequest:
     display: Display
     shared: Shared
     names: StreamNames
+    rates: StreamRates
     root: str
     path: str
     query: Mapping[str, str]
