@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from millstream.admin.inspection import existing_handlers
 from millstream.admin.key_listing import read_key_queues
 from millstream.admin.key_queues import KeyQueue, count_suspected_keys, is_stuck, last_errors
+from millstream.admin.limit_waits import LimitWait, explain_wait, find_limit_waits
 from millstream.admin.stuck_places import find_stuck_places
 from millstream.delivery.last_error import LastError
 from millstream.delivery.long_runs import LongRun, read_long_runs
@@ -22,11 +23,17 @@ _MOST_TOGETHER = 20_000
 
 @dataclass(frozen=True, kw_only=True)
 class StuckKey:
-    """A stuck key of a handler on a stream, and why the last attempt on its first message failed."""
+    """A stuck key of a handler on a stream, why the last attempt on its first message failed, and the limit that this waits for."""
 
     keys: HandlerKeys
     queue: KeyQueue
     last: LastError
+    limit: LimitWait | None
+
+    @property
+    def why(self) -> str:
+        """Why the key waits, in words."""
+        return explain_wait(self.keys, self.queue, self.last, self.limit)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +89,10 @@ def read_stuck_keys(
     shown = found[:most]
     return StuckKeys(
         found=[
-            StuckKey(keys=keys, queue=queue, last=last)
-            for (keys, queue), last in zip(shown, last_errors(client, shown), strict=True)
+            StuckKey(keys=keys, queue=queue, last=last, limit=limit)
+            for (keys, queue), last, limit in zip(
+                shown, last_errors(client, shown), find_limit_waits(client, shown), strict=True
+            )
         ],
         more=len(found) - len(shown),
         unreadable=unreadable,

@@ -5,7 +5,6 @@ from urllib.parse import parse_qs, urlencode
 
 from starlette.responses import Response
 
-from millstream.admin.key_queues import explain
 from millstream.admin.stuck_keys import StuckKey, StuckOverview, read_stuck_overview
 from millstream.errors import ConfigError
 from millstream.redis_client.escaping import escape, unescape
@@ -53,7 +52,7 @@ def rows_of(page: PageRequest, found: Sequence[StuckKey]) -> list[dict[str, obje
             "key": page.display.key(one.queue.key),
             "link": place and page.url("/key", **place),
             "packed": place and urlencode(place, errors="surrogateescape"),
-            "why": page.display.text(explain(one.queue, one.last)),
+            "why": page.display.text(one.why),
             "error": page.display.text(one.last.error, "error"),
         }
         for one, place in ((one, _place_of(page, one)) for one in found)
