@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Container, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import resources
 from math import ceil
 from pathlib import Path
@@ -20,6 +21,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, RedirectRespons
 from starlette.routing import Route
 
 from millstream.admin.audit_log import may_have_run
+from millstream.admin.stuck_places import StuckScan
 from millstream.admin.value_redaction import Redact, show_all
 from millstream.errors import ConfigError, MillstreamError, RedisError, WrongType
 from millstream.redis_client import DEFAULT_URL
@@ -49,6 +51,8 @@ RENEWAL_HEADER = "Millstream-Renewal"
 RENEW_AFTER_HEADER = "Millstream-Renew-After-Ms"
 """In how many milliseconds there are newer figures."""
 
+_MOST_STUCK_PLACES = 1_000
+
 _ANY_TOKEN = secrets.token_hex(32)
 """Stands for the form token in what several viewers get."""
 
@@ -69,6 +73,7 @@ class ConsoleParts:
     redact: Redact = show_all
     host_names: Container[str] | None = None
     shared: Shared = field(default_factory=Shared)
+    stuck: StuckScan = field(default_factory=partial(StuckScan, most=_MOST_STUCK_PLACES))
     rates: StreamRates = field(default_factory=StreamRates)
     live: LiveReads[bytes] = field(default_factory=LiveReads)
 
@@ -195,6 +200,7 @@ class _Endpoint:
                         shared=parts.shared,
                         names=parts.names,
                         rates=parts.rates,
+                        stuck=parts.stuck,
                         root=root_of(request),
                         path=self._page.path,
                         query=_query_of(request),

@@ -13,6 +13,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from millstream.admin.audit_log import AuditLog, RunningAction
 from millstream.admin.handler_names import find_handler
 from millstream.admin.inspection import find_handlers
+from millstream.admin.stuck_places import StuckScan
 from millstream.errors import ConfigError, MillstreamError
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import unescape
@@ -70,6 +71,7 @@ class PageRequest:
       `is_renewal`: that is what this request does
     * `clients`: the clients of the console, for what is read after the view has answered
     * `names`: the names of all streams; `rates`: how many entries a second those get that pages have shown
+    * `stuck`: the search for what is stuck
     """
 
     client: Client
@@ -79,6 +81,7 @@ class PageRequest:
     shared: Shared
     names: StreamNames
     rates: StreamRates
+    stuck: StuckScan
     root: str
     path: str
     query: Mapping[str, str]

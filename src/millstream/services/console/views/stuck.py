@@ -17,10 +17,19 @@ _KEEP_MS = 2_000.0
 
 def stuck(page: PageRequest) -> Response:
     """The stuck keys, and how many dead letters each handler has."""
-    found: StuckOverview = page.shared.get(
-        "stuck", page.now_ms, lambda: read_stuck_overview(page.client), keep_ms=_KEEP_MS
+    read: tuple[StuckOverview, float] = page.shared.get(
+        "stuck",
+        page.now_ms,
+        lambda: (read_stuck_overview(page.client, page.stuck), page.now_ms),
+        keep_ms=_KEEP_MS,
     )
-    return page.render("stuck.html", found=found, stuck=rows_of(page, found.keys.found))
+    found, read_ms = read
+    return page.render(
+        "stuck.html",
+        found=found,
+        since_ms=None if found.age_ms is None else read_ms - found.age_ms,
+        stuck=rows_of(page, found.keys.found),
+    )
 
 
 def unpark_selected(page: PageRequest) -> Response:
