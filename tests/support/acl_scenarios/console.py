@@ -5,7 +5,6 @@ from tempfile import TemporaryDirectory
 
 from millstream.balancer import announce
 from millstream.delivery.keyed_stream import KeyedStream
-from millstream.delivery.running_code import report_code
 from millstream.errors import AccessDenied
 from millstream.groups import Group
 from millstream.redis_client.client import Client
@@ -14,8 +13,7 @@ from millstream.services.console import Level
 from millstream.services.console.history_writer import HistoryWriter
 from tests.support.acl_scenarios.commands import WITHOUT_THEIR_RIGHTS
 from tests.support.console_forms import FORMS
-from tests.support.consoles import Browser, Page, authorized, console, fill_with, pages_one_by_one
-from tests.support.running_codes import CODE_WITH_OUTPUTS
+from tests.support.consoles import Browser, Page, add_output, authorized, console, fill_with, pages_one_by_one
 
 KEY = "/key?handler=shop.pay&stream=orders&key=parked+x"
 
@@ -70,8 +68,7 @@ def check_findings(browser: Browser) -> None:
 
 def check_outputs(browser: Browser, admin: Client) -> None:
     """Raise AccessDenied if the page of a key does not show its outputs."""
-    report_code(admin, "shop", {"pay": CODE_WITH_OUTPUTS})
-    admin.execute("XADD", "out", "*", "key", "parked x")
+    add_output(admin, "x")
     page = granted(browser.get(KEY))
     if "cannot be read" in page.text:
         raise AccessDenied(page.text)
