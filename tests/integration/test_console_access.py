@@ -38,6 +38,7 @@ from tests.support.consoles import (
     SCRIPT,
     TOKENS,
     Browser,
+    add_output,
     authorized,
     client_of,
     console,
@@ -103,6 +104,7 @@ FULL = "/key?handler=shop.pay&key=parked+canary"
 @pytest.fixture
 def filled(client: Client) -> Client:
     fill_with(client, SECRET)
+    add_output(client, SECRET)
     Group(client, "orders", "readers").create()
     return client
 
@@ -498,6 +500,7 @@ def test_what_redact_hides_is_in_no_page_and_in_no_address(filled: Client, tmp_p
         assert len(seen) >= 9
         assert [path for path, page in seen.items() if SECRET in page.html or SECRET in path] == []
         assert sum("(hidden)" in page.text for page in seen.values()) >= 6
+        assert "key parked (hidden) text (hidden) " in browser.get(FULL).text, "the output"
         known = {path: browser.get(path) for path in addresses}
     for path, page in known.items():
         assert SECRET not in page.text, path

@@ -21,7 +21,7 @@ from tests.support.accessibility import Axe, press_key, unreached
 from tests.support.browser import Browser, Chromium
 from tests.support.console_browsing import await_login, await_text, log_in, press, reach, record_reports, visit
 from tests.support.console_threads import ConsoleThread
-from tests.support.consoles import TOKENS, fill_with, write_tokens
+from tests.support.consoles import TOKENS, add_output, fill_with, write_tokens
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.cli]
@@ -89,6 +89,7 @@ WINDOWS = ((390, False), (1_440, True))
 @pytest.fixture
 def console(client: Client, tmp_path: Path) -> Iterator[ConsoleThread]:
     fill_with(client, "x")
+    add_output(client, "x")
     Group(client, "orders", "readers").create()
     ((_, letter),) = client.execute("XRANGE", KEYS.dead_letters, "-", "+")
     client.execute("DEL", KEYS.dead_letters)

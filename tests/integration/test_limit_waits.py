@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 
 from millstream import Limit, Message, Retry
+from millstream.delivery.running_code import code_of, report_code
 from millstream.observability import metrics as m
 from millstream.observability.metrics import Recorder
 from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import running_code_key
 from millstream.spark.run.query_metrics import report_batch
+from tests.support.command_stats import commands_run
 from tests.support.commandline import call
 from tests.support.consoles import console
 from tests.support.task_fixtures import TaskFixture
@@ -87,7 +90,9 @@ def test_a_key_that_waits_for_its_limit_is_explained_with_the_value_and_those_th
         ),
     ],
 )
-def test_a_deferred_key_on_spark_is_explained_likewise(client: Client, limit: Limit, sentence: str) -> None:
+def test_a_deferred_key_on_spark_is_explained_likewise(
+    client: Client, tmp_path: Path, limit: Limit, sentence: str
+) -> None:
     fixture = TaskFixture(client)
     value = b"acme" if limit.per == "tenant" else b"x" if limit.per else b""
     if limit.rate is None:
@@ -98,7 +103,11 @@ def test_a_deferred_key_on_spark_is_explained_likewise(client: Client, limit: Li
     client.execute("XADD", "in", "1-0", *[part for item in fields.items() for part in item])
     report = fixture.process(make(copy_of, key="key", limit=limit), fixture.rows((1, b"k", fields)))
     assert sentence in explained(client, "k")["why"]
-    assert sentence.removeprefix("It ").removesuffix(".") in listed(client, "show", "app.handle", "k")["k"]["why"]
+    in_words = sentence.removeprefix("It ").removesuffix(".")
+    assert in_words in listed(client, "show", "app.handle", "k")["k"]["why"]
+    with console(client.url, tmp_path, "payloads") as browser:
+        for path in ("/stuck", "/handler?name=app.handle"):
+            assert f"; it {in_words}" in browser.get(path).text
     assert not any("try it now" in one for one in explained(client, "k")["mend"])
     recorder = Recorder()
     report_batch(recorder, "app.handle", report)
@@ -150,3 +159,19 @@ def test_a_key_whose_limit_cannot_be_read_is_listed_without_it_beside_the_others
     with Client(client.url.replace("redis://", "redis://viewer:secret@")) as viewer:
         limits = {key: one["limit"] for key, one in listed(viewer, "list", "app.handle").items()}
     assert limits == dict.fromkeys(tenants)
+
+
+def test_the_messages_of_keys_that_back_off_are_read_unless_all_code_that_runs_has_no_limit(client: Client) -> None:
+    client.execute("HSET", KEYS.permits(b"acme"), "other 1-0", f"t{now_ms(client) + 3_600_000:.0f}")
+    client.execute("XADD", "in", "1-0", "n", 1, "key", "two", "tenant", "acme")
+    fixture = TaskFixture(client)
+    limited = make(copy_of, key="key", limit=Limit(per="tenant", at_once=1))
+    fixture.process(limited, fixture.rows((1, b"two", {"n": 1, "key": "two", "tenant": "acme"})))
+    without, with_limit = (code_of([one], engine="workers", version="1") for one in (make(copy_of, key="key"), limited))
+    for reported, is_read in (((), True), ((without,), False), ((without, with_limit), True), ((with_limit,), True)):
+        client.execute("DEL", running_code_key("app", "handle"))
+        for code in reported:
+            report_code(client, "app", code)
+        before = commands_run(client.execute)["xrange"]
+        assert listed(client, "list", "app.handle")["two"]["limit"] == ("acme" if is_read else None)
+        assert commands_run(client.execute)["xrange"] - before == is_read

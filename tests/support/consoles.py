@@ -21,6 +21,7 @@ from millstream.delivery.last_error import LastError
 from millstream.delivery.long_runs import LongRun, report_long_runs
 from millstream.delivery.paced_redrives import PacedRedrive
 from millstream.delivery.pause import Pause
+from millstream.delivery.running_code import report_code
 from millstream.handlers.dead_letter import DeadLetter
 from millstream.producer import Producer
 from millstream.redis_client.client import Client
@@ -28,6 +29,7 @@ from millstream.redis_client.key_names import HandlerKeys, live_workers_key, pac
 from millstream.redis_client.pipelining import server_time_ms
 from millstream.services.console import Level, console_app
 from tests.support.keyed_fixtures import joined_by_field
+from tests.support.running_codes import CODE_WITH_OUTPUTS
 
 LEVELS = ("figures", "payloads", "operate", "admin")
 TOKENS = {level: f"0123456789abcdef-{level}" for level in LEVELS}
@@ -198,6 +200,12 @@ def pages_one_by_one(browser: Browser, *starts: str) -> Iterator[tuple[str, Page
             page = browser.get(path)
             yield path, page
             waiting += page.links
+
+
+def add_output(client: Client, secret: str) -> None:
+    """An output of the handler of `fill_with` for its parked key, which the page of the key finds for an hour."""
+    report_code(client, "shop", {"pay": CODE_WITH_OUTPUTS}, held_ms=3_600_000)
+    client.execute("XADD", "out", "*", "key", f"parked {secret}", "text", secret)
 
 
 def fill_with(client: Client, secret: str) -> KeyedStream:

@@ -56,6 +56,20 @@ def test_the_console_has_its_tokens_from_a_secret_that_is_in_no_commit(
     assert console["ports"] == [f"127.0.0.1:{served_port(console['command'])}:{served_port(console['command'])}"]
 
 
+def test_the_page_makes_each_token_file_readable_by_its_owner_alone() -> None:
+    pages = sorted((DEPLOY.parent / "docs").rglob("*.md"))
+    lines = [line for page in pages for line in page.read_text().splitlines() if re.search(r"rand.*>.*token", line)]
+    assert len(lines) >= 3
+    assert [line for line in lines if not line.startswith("$ (umask 077; ")] == []
+
+
+def test_the_page_names_all_services_that_start_without_the_console(services: dict[str, Any]) -> None:
+    page = (DEPLOY.parent / "docs/operations/compose.md").read_text()
+    (named,) = re.findall(r"To leave the console out.*? up --build --detach ([a-z ]+)`", page)
+    needed = {one for name in named.split() for one in services[name].get("depends_on", ())}
+    assert {*named.split(), *needed} == services.keys() - {"console"}
+
+
 def test_healthchecks_ask_the_port_of_the_command(services: dict[str, Any]) -> None:
     for name in ("worker", "console"):
         program = services[name]["healthcheck"]["test"][-1]

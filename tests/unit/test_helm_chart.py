@@ -37,6 +37,7 @@ FULL = SCALED | {
         "port": 8081,
         "tokens": {"secret": "tokens", "key": "file"},
         "extraArgs": ["--redact=card"],
+        "extraEnv": [{"name": "MILLSTREAM_CONSOLE_CONNECTIONS", "value": "50"}],
     },
     "podDisruptionBudget": {"maxUnavailable": "25%"},
 }
@@ -147,6 +148,7 @@ def test_the_values_reach_the_pods() -> None:
     console = the("Deployment", found, "console")["spec"]
     (shown,) = console["template"]["spec"]["containers"]
     assert (console["replicas"], shown["ports"][0]["containerPort"], shown["args"][-1]) == (2, 8081, "--redact=card")
+    assert shown["env"] == [container["env"][0], *FULL["extraEnv"], *FULL["console"]["extraEnv"]]
     (volume,) = console["template"]["spec"]["volumes"]
     assert volume["secret"] == {"secretName": "tokens", "items": [{"key": "file", "path": "tokens"}]}
     assert the("Service", found)["spec"]["ports"] == [{"name": "http", "port": 8081, "targetPort": "http"}]

@@ -367,7 +367,6 @@ ROLES: Mapping[RoleName, Role] = {
         "xgroup|setid xinfo|consumers xinfo|groups xinfo|stream xlen xpending xrange xrevrange zadd zcard zmscore zrange "
         "zremrangebyrank zremrangebyscore",
         never_executed="hkeys unlink",
-        writes=False,
         scans="always",
         stream_keys=("*",),
         app_keys=(

@@ -1,13 +1,13 @@
 """Pages of the entries of a stream, bounded in number and in bytes."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from millstream.model import EntryId
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import to_wire
 
-_AT_ONCE = 5
+_AT_ONCE, _MOST_AT_ONCE = 5, 50
 _MOST_BYTES = 1_000_000
 
 
@@ -40,6 +40,22 @@ def read_entries(client: Client, stream: str, start: str, *, most: int = 50) -> 
         start = f"({found[-1][0]}"
 
 
+def newest_first(client: Client, stream: str, *, most: int) -> Iterator[tuple[str, Sequence[bytes]]]:
+    """The last entries, the newest first: at most `most`, fewer if they have about a million bytes. Raises RedisError."""
+    count, size, end, at_once = 0, 0, "+", _AT_ONCE
+    while count < most and size < _MOST_BYTES:
+        some = client.execute("XREVRANGE", to_wire(stream), end, "-", "COUNT", min(at_once, most - count))
+        for entry_id, pairs in some:
+            size += sum(map(len, pairs))
+            yield entry_id.decode(), pairs
+        if not some:
+            return
+        count += len(some)
+        end = f"({some[-1][0].decode()}"
+        fitting = (_MOST_BYTES - size) * count // max(1, size)
+        at_once = max(1, min(2 * at_once, _MOST_AT_ONCE, fitting))
+
+
 @dataclass(frozen=True, kw_only=True)
 class NewestEntries:
     """The last entries of a stream, the newest first.
@@ -56,16 +72,7 @@ def read_newest(client: Client, stream: str, seen: str | None, *, most: int = 50
 
     Raises RedisError.
     """
-    found: list[tuple[str, Sequence[bytes]]] = []
-    size, end = 0, "+"
-    while len(found) < most and size < _MOST_BYTES:
-        some = client.execute("XREVRANGE", to_wire(stream), end, "-", "COUNT", min(_AT_ONCE, most - len(found)))
-        for entry_id, pairs in some:
-            found.append((entry_id.decode(), pairs))
-            size += sum(map(len, pairs))
-        if not some:
-            break
-        end = f"({found[-1][0]}"
+    found = list(newest_first(client, stream, most=most))
     gap = []
     if seen is not None and found and EntryId.parse(found[-1][0]) > EntryId.parse(seen):
         gap = client.execute("XRANGE", to_wire(stream), f"({seen}", f"({found[-1][0]}", "COUNT", 1)

@@ -12,7 +12,7 @@ from millstream.admin.key_queues import blocked_queues
 from millstream.admin.lag import StreamLag, age_ms, count_lags, estimate_lag
 from millstream.admin.liveness import find_runs, find_workers
 from millstream.admin.reports import Engine, GroupReport, HandlerReport, Inspection, StreamReport
-from millstream.admin.stuck_places import find_stuck_places
+from millstream.admin.stuck_places import StuckScan
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.delivery.commit_store import FORMAT, describe_newer_format
 from millstream.delivery.long_runs import read_long_runs
@@ -51,12 +51,12 @@ def inspect(
     Lags are counted at the server for `budget_ms` milliseconds in total, but at least one chunk each. A lag that is not
     counted completely is reported as a lower bound. `max_streams`: inspect a sample of this size, which is scanned for
     during `budget_ms`; then handlers are known by their groups only, unless there are no more streams. With
-    `stuck_first` up to half of the sample are streams of `find_stuck_places`, which scans during another `budget_ms`.
+    `stuck_first` up to half of the sample are streams of a StuckScan, which scans during another `budget_ms`.
     """
     names, is_sample = _find_streams(client, max_streams, budget_ms, clock)
     if is_sample and stuck_first and max_streams:
-        stuck, _ = find_stuck_places(client, app, most=max_streams, budget_ms=budget_ms, clock=clock)
-        first = islice(dict.fromkeys(keys.stream for keys in stuck), max_streams // 2)
+        stuck = StuckScan(app, most=max_streams, budget_ms=budget_ms, clock=clock).run(client)
+        first = islice(dict.fromkeys(keys.stream for keys in stuck.found), max_streams // 2)
         names = sorted(islice(dict.fromkeys([*first, *names]), max_streams))
     end_ms = clock.monotonic_ms() + budget_ms
     hidden_streams: list[AccessDenied] = []

@@ -1,12 +1,14 @@
 """LimitWait: what a key waits for whose first message was refused a permit of its handler's limit."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
-from millstream.admin.key_queues import KeyQueue
+from millstream.admin.key_queues import KeyQueue, explain
+from millstream.delivery.last_error import LastError
+from millstream.delivery.running_code import read_code
 from millstream.errors import AccessDenied, WrongType
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.escaping import escape
@@ -58,19 +60,33 @@ class LimitWait:
         yield pluralize(self.waiting, "key waits for it", "keys wait for it")
 
 
+def explain_wait(keys: HandlerKeys, queue: KeyQueue, last: LastError, limit: LimitWait | None) -> str:
+    """Return what a key queue waits for, in words, its limit included; `last`: its last error, as far as it is known."""
+    why = explain(queue, last)
+    return why if limit is None else f"{why}; it {limit.describe(keys.label)}"
+
+
 def find_limit_waits(client: Client, queues: Sequence[tuple[HandlerKeys, KeyQueue]]) -> list[LimitWait | None]:
     """Return the limit that each of these key queues waits for; None if it waits for none. Raises RedisError.
 
     Redis has the keys that wait by the value, not by the key: so each value of the first message is looked up. What this user
-    may not read, or another program has written, names no limit.
+    may not read, or another program has written, names no limit. Nothing is looked up where the running code has none.
     """
     waiting = [(keys, one) for keys, one in queues if one.state == "backing off" and one.first_id]
+    unlimited = _without_limit(client, {(keys.app, keys.handler) for keys, _ in waiting}) if waiting else ()
+    waiting = [(keys, one) for keys, one in waiting if (keys.app, keys.handler) not in unlimited]
     found: dict[tuple[HandlerKeys, bytes], LimitWait] = {}
     for start in range(0, len(waiting), _QUEUES_PER_READ):
         limited = _find_values(client, waiting[start : start + _QUEUES_PER_READ])
         waits = _read(client, [(keys, value, fields) for keys, _, value, fields in limited])
         found |= {(keys, name): wait for (keys, name, _, _), wait in zip(limited, waits, strict=True) if wait}
     return [found.get((keys, one.name)) for keys, one in queues]
+
+
+def _without_limit(client: Client, handlers: Iterable[tuple[str, str]]) -> set[tuple[str, str]]:
+    """Those of the handlers, by app and name, whose code runs and has no limit, in any of its versions that run."""
+    running = read_code(client, handlers)
+    return {name for name, codes in running.items() if codes and not any("limit" in one.settings for one in codes)}
 
 
 def _find_values(

@@ -1,4 +1,4 @@
-"""Streams by what operators look for: the longest, the oldest, or those whose groups are farthest behind."""
+"""Streams by what operators look for: the longest, the oldest, those whose groups are farthest behind, or the busiest."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,21 +10,23 @@ from millstream.admin.reports import StreamReport
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.redis_client.client import Client
 
-StreamOrder = Literal["entries", "oldest", "lag"]
+StreamOrder = Literal["entries", "oldest", "lag", "rate"]
 ORDERS: tuple[StreamOrder, ...] = get_args(StreamOrder)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ListedStream:
-    """A stream, and how far its groups are behind.
+    """A stream, how far its groups are behind, and how many entries it gets.
 
     * `lag`: entries that its last group has not read or not acknowledged; None without a group
     * `lag_exact`: False if the lag is a lower bound
+    * `rate`: entries added a second; None if it is not known
     """
 
     stream: StreamReport
     lag: int | None
     lag_exact: bool
+    rate: float | None = None
 
 
 def list_streams(
@@ -44,10 +46,11 @@ def list_streams(
 
 def ordered(found: Sequence[ListedStream], order: StreamOrder) -> list[ListedStream]:
     """The same streams, those with most first. A lag that is a lower bound may be any larger one, and comes before all others."""
-    figures: Mapping[StreamOrder, Callable[[ListedStream], tuple[bool, int]]] = {
+    figures: Mapping[StreamOrder, Callable[[ListedStream], tuple[bool, float]]] = {
         "entries": lambda one: (True, one.stream.length),
         "oldest": lambda one: (True, one.stream.oldest_age_ms or 0),
         "lag": lambda one: (not one.lag_exact, one.lag or 0),
+        "rate": lambda one: (one.rate is not None, one.rate or 0),
     }
     return sorted(found, key=figures[order], reverse=True)
 

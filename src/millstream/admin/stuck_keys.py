@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from millstream.admin.inspection import existing_handlers
 from millstream.admin.key_listing import read_key_queues
 from millstream.admin.key_queues import KeyQueue, count_suspected_keys, is_stuck, last_errors
-from millstream.admin.stuck_places import find_stuck_places
+from millstream.admin.limit_waits import LimitWait, explain_wait, find_limit_waits
+from millstream.admin.stuck_places import StuckScan
 from millstream.delivery.last_error import LastError
 from millstream.delivery.long_runs import LongRun, read_long_runs
 from millstream.errors import RedisError
@@ -15,18 +16,23 @@ from millstream.redis_client.escaping import escape
 from millstream.redis_client.key_names import HandlerKeys, to_wire
 from millstream.redis_client.pipelining import send_all
 
-_MOST_PLACES = 1_000
 _MOST_OF_ONE = 5_000
 _MOST_TOGETHER = 20_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class StuckKey:
-    """A stuck key of a handler on a stream, and why the last attempt on its first message failed."""
+    """A stuck key of a handler on a stream, why the last attempt on its first message failed, and the limit that this waits for."""
 
     keys: HandlerKeys
     queue: KeyQueue
     last: LastError
+    limit: LimitWait | None
+
+    @property
+    def why(self) -> str:
+        """Why the key waits, in words."""
+        return explain_wait(self.keys, self.queue, self.last, self.limit)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +62,14 @@ class StuckOverview:
 
     * `crowded`: handlers on streams with too many stuck keys to read, and how many these may be
     * `is_partial`: there may be more
+    * `age_ms`: what got stuck in the last so many milliseconds may be missing; None if all was searched just now
     """
 
     keys: StuckKeys
     crowded: Sequence[tuple[HandlerKeys, int]]
     letters: Sequence[LetterCount]
     is_partial: bool
+    age_ms: float | None
 
 
 def read_stuck_keys(
@@ -82,18 +90,24 @@ def read_stuck_keys(
     shown = found[:most]
     return StuckKeys(
         found=[
-            StuckKey(keys=keys, queue=queue, last=last)
-            for (keys, queue), last in zip(shown, last_errors(client, shown), strict=True)
+            StuckKey(keys=keys, queue=queue, last=last, limit=limit)
+            for (keys, queue), last, limit in zip(
+                shown, last_errors(client, shown), find_limit_waits(client, shown), strict=True
+            )
         ],
         more=len(found) - len(shown),
         unreadable=unreadable,
     )
 
 
-def read_stuck_overview(client: Client, *, most_keys: int = 100) -> StuckOverview:
-    """The stuck keys and dead letters of all handlers, however many streams there are. `most_keys`: how many stuck keys to return. Raises RedisError."""
-    places, is_partial = find_stuck_places(client, most=_MOST_PLACES)
-    existing = existing_handlers(client, places) if places else []
+def read_stuck_overview(client: Client, scan: StuckScan, *, most_keys: int = 100) -> StuckOverview:
+    """The stuck keys and dead letters of all handlers, however many streams there are, as far as `scan` has found them.
+
+    `most_keys`: how many stuck keys to return. Raises RedisError.
+    """
+    places = scan.run(client)
+    is_partial = places.is_partial
+    existing = existing_handlers(client, places.found) if places.found else []
     counts = count_suspected_keys(client, existing)
     some, crowded, total = [], [], 0
     for keys, known in counts.items():
@@ -109,8 +123,9 @@ def read_stuck_overview(client: Client, *, most_keys: int = 100) -> StuckOvervie
     return StuckOverview(
         keys=read_stuck_keys(client, some, runs, most=most_keys) if some else StuckKeys(),
         crowded=crowded,
-        letters=_count_letters(client, places),
+        letters=_count_letters(client, places.found),
         is_partial=is_partial,
+        age_ms=places.age_ms,
     )
 
 

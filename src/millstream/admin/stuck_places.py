@@ -1,10 +1,13 @@
 """Where messages are stuck: handlers on streams with dead letters or stuck keys, found by the names of their keys."""
 
+import threading
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import ConfigError
-from millstream.redis_client.client import Client
+from millstream.redis_client.client import SCAN_START, Client
 from millstream.redis_client.key_names import PREFIX, HandlerKeys, from_wire
 
 _KINDS = (HandlerKeys.dead_letters, HandlerKeys.parked, HandlerKeys.backoff, HandlerKeys.crashes)
@@ -14,28 +17,76 @@ _SUFFIXES = tuple(f":{one.suffix}" for one in _KINDS)
 _PATTERN = f"{PREFIX}:*:[{''.join(sorted(one.suffix[0] for one in _KINDS))}]*"
 
 
-def find_stuck_places(
-    client: Client,
-    app: str | None = None,
-    *,
-    most: int,
-    budget_ms: float = 1_000.0,
-    clock: Clock = SYSTEM_CLOCK,
-) -> tuple[list[HandlerKeys], bool]:
-    """Handlers of `app`, or all, on streams where they have dead letters or may have stuck keys, sorted by name; and whether
-    there may be more.
+@dataclass(frozen=True, kw_only=True)
+class StuckPlaces:
+    """Handlers on streams where they have dead letters or may have stuck keys, sorted by name.
 
-    It scans the names of all keys for `budget_ms` milliseconds, or until it has found `most`. Raises RedisError.
+    * `is_partial`: there may be more, as not all names were scanned yet, or as there are too many
+    * `age_ms`: what got stuck in the last so many milliseconds may be missing; None if all names were scanned just now
     """
-    end_ms = clock.monotonic_ms() + budget_ms
-    found: set[HandlerKeys] = set()
-    is_partial = False
-    for page in client.scan_key_pages(_PATTERN):
-        for name in map(from_wire, page):
-            with suppress(ConfigError):  # a key of another program
-                if name.endswith(_SUFFIXES) and app in (None, (keys := HandlerKeys.parse(name)).app):
-                    found.add(keys)
-        if len(found) >= most or clock.monotonic_ms() >= end_ms:
-            is_partial = True
-            break
-    return sorted(found, key=lambda keys: (keys.app, keys.handler, keys.stream))[:most], is_partial
+
+    found: Sequence[HandlerKeys]
+    is_partial: bool
+    age_ms: float | None
+
+
+class StuckScan:
+    """Finds where messages are stuck, of `app` or all, by scans of the names of all keys. May be used by any thread.
+
+    Each scan takes at most `budget_ms` milliseconds, and continues where the one before has stopped. What was found is kept
+    until its part is scanned again, at most `most` places, those that were found last.
+    """
+
+    def __init__(
+        self, app: str | None = None, *, most: int, budget_ms: float = 1_000.0, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
+        self._app = app
+        self._most = most
+        self._budget_ms = budget_ms
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._position = SCAN_START
+        self._round = 0
+        self._round_began_ms = 0.0
+        self._scanned_since_ms: float | None = None
+        self._found: dict[HandlerKeys, int] = {}  # the round in which each was found last, in the order of these times
+
+    def run(self, client: Client) -> StuckPlaces:
+        """Scan on, and return what is known. Raises RedisError."""
+        with self._lock:
+            began_ms = self._clock.monotonic_ms()
+            is_first = self._position == SCAN_START
+            if is_first:
+                self._round_began_ms = began_ms
+            is_whole = self._scan(client, began_ms + self._budget_ms) and is_first
+            since_ms = self._scanned_since_ms
+            return StuckPlaces(
+                found=sorted(self._found, key=lambda keys: (keys.app, keys.handler, keys.stream)),
+                is_partial=since_ms is None or len(self._found) >= self._most,
+                age_ms=None if is_whole or since_ms is None else self._clock.monotonic_ms() - since_ms,
+            )
+
+    def _scan(self, client: Client, end_ms: float) -> bool:
+        """Scan until all names are scanned, it has found enough, or the time is over. Return whether all are."""
+        count = 0
+        for page, position in client.scan_keys_from(_PATTERN, self._position):
+            self._position = position
+            for keys in filter(None, map(self._place_of, page)):
+                count += self._found.pop(keys, -1) != self._round
+                self._found[keys] = self._round
+            while len(self._found) > self._most:
+                del self._found[next(iter(self._found))]
+            if count >= self._most or self._clock.monotonic_ms() >= end_ms:
+                return False
+        self._found = {keys: last for keys, last in self._found.items() if last == self._round}
+        self._scanned_since_ms = self._round_began_ms
+        self._position = SCAN_START
+        self._round += 1
+        return True
+
+    def _place_of(self, key: bytes) -> HandlerKeys | None:
+        name = from_wire(key)
+        with suppress(ConfigError):  # a key of another program
+            if name.endswith(_SUFFIXES) and self._app in (None, (keys := HandlerKeys.parse(name)).app):
+                return keys
+        return None

@@ -13,7 +13,6 @@ from millstream.admin.inspection import existing_handlers
 from millstream.admin.key_listing import HandlerOnStream, is_running, read_key_queues, read_pauses
 from millstream.admin.key_queues import (
     KeyQueue,
-    explain,
     is_blocked,
     is_stuck,
     last_errors,
@@ -23,7 +22,7 @@ from millstream.admin.key_queues import (
 from millstream.admin.key_queues import park as park_queue
 from millstream.admin.key_queues import skip as skip_first
 from millstream.admin.key_queues import unpark as unpark_queue
-from millstream.admin.limit_waits import LimitWait, find_limit_waits
+from millstream.admin.limit_waits import LimitWait, explain_wait, find_limit_waits
 from millstream.cli.handler_names import KEY_HELP, HandlerName, HandlerNames, Key, OnStream
 from millstream.cli.options import DryRun, Json, JsonLines, OnlyCount, Url, Yes, command_group
 from millstream.cli.recorded_action import on_stream, recorded
@@ -109,8 +108,7 @@ class _Row:
     @property
     def why(self) -> str:
         """Why the key waits, in words."""
-        why = explain(self.queue, self.last)
-        return why if self.limit is None else f"{why}; it {self.limit.describe(self.keys.label)}"
+        return explain_wait(self.keys, self.queue, self.last, self.limit)
 
 
 @key.command("list")

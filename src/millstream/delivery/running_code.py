@@ -9,6 +9,7 @@ from millstream.delivery.expiring_members import hold_members, read_members
 from millstream.handlers.code_settings import settings_of, source_of
 from millstream.handlers.handler import Handler
 from millstream.redis_client.client import Client
+from millstream.redis_client.escaping import escape
 from millstream.redis_client.key_names import running_code_key
 from millstream.redis_client.pipelining import server_time_ms
 
@@ -20,13 +21,15 @@ class RunningCode(msgspec.Struct, frozen=True, kw_only=True):
     """Reports of workers with the same code and settings are one.
 
     * `version`: of millstream, "" if unknown; `source`: the file of the handler and a digest of it, "" if unknown
-    * `settings`: as text, by the names of `App.handler`
+    * `settings`: as text, by the names of `App.handler`, escaped
+    * `key_field`: the field that it is keyed by, escaped; "" without a key, and for a key function
     """
 
     engine: Literal["workers", "spark"]
     version: str
     source: str
     settings: Mapping[str, str]
+    key_field: str = ""
 
 
 def code_of(
@@ -34,7 +37,13 @@ def code_of(
 ) -> dict[str, RunningCode]:
     """Return the code and settings of handlers, by their names. `version`: of millstream."""
     return {
-        one.name: RunningCode(engine=engine, version=version, source=source_of(one.function), settings=settings_of(one))
+        one.name: RunningCode(
+            engine=engine,
+            version=version,
+            source=source_of(one.function),
+            settings=settings_of(one),
+            key_field=escape(one.key_field or ""),
+        )
         for one in handlers
     }
 

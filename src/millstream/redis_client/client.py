@@ -54,6 +54,10 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+ScanPosition = tuple[int, bytes]
+"""Where a scan goes on, also on another client of the same Redis: the number of the server, and the cursor there."""
+SCAN_START: ScanPosition = (0, b"0")
+
 _REDIRECTS = 8
 _CALLS_PER_TRIP = 1_000
 _SCAN_PAGE = 1_000
@@ -251,21 +255,27 @@ class Client:
     def scan_pages(self, pattern: str) -> Iterator[list[str]]:
         """The names of `scan_streams`, page by page, unsorted and with duplicates: one round trip per page."""
         own = b"" if pattern.startswith(f"{PREFIX}:") else f"{PREFIX}:".encode()
-        for names in self._scan("MATCH", pattern, "COUNT", _SCAN_PAGE, "TYPE", "stream"):
+        for names, _ in self._scan(SCAN_START, "MATCH", pattern, "COUNT", _SCAN_PAGE, "TYPE", "stream"):
             yield [from_wire(name) for name in names if not own or not name.startswith(own)]
 
     def scan_key_pages(self, pattern: str) -> Iterator[list[bytes]]:
         """Keys of any type, millstream's too, that match the glob `pattern`, page by page, unsorted, with duplicates."""
-        return self._scan("MATCH", pattern, "COUNT", _SCAN_PAGE)
+        return (names for names, _ in self.scan_keys_from(pattern, SCAN_START))
 
-    def _scan(self, *options: Arg) -> Iterator[list[bytes]]:
+    def scan_keys_from(self, pattern: str, start: ScanPosition) -> Iterator[tuple[list[bytes], ScanPosition]]:
+        """The pages of `scan_key_pages` from `start` on, each with the position at which the next one begins."""
+        return self._scan(start, "MATCH", pattern, "COUNT", _SCAN_PAGE)
+
+    def _scan(self, start: ScanPosition, *options: Arg) -> Iterator[tuple[list[bytes], ScanPosition]]:
         with self._lock:
             pools = list(self._route.pools())
-        for pool in pools:  # other threads may use the connection between two pages
-            cursor: Arg = "0"
-            while cursor != b"0":
+        first, cursor = start
+        for number, pool in enumerate(pools[first:], first):  # other threads may use the connection between two pages
+            is_over = False
+            while not is_over:
                 cursor, names = self._execute_on(("SCAN", cursor, *options), pool)
-                yield names
+                is_over = cursor == b"0"
+                yield names, (number + is_over, cursor)
 
     # Waiting
 

@@ -82,7 +82,8 @@ class _ClusterRoute:
         return self._pool_of(self._cluster.nodes_manager.get_node_from_slot(slot))
 
     def pools(self) -> Iterable[ConnectionPool]:
-        return [self._pool_of(node) for node in self._cluster.get_primaries()]
+        # In the order of their names, which is the same for all clients.
+        return [self._pool_of(node) for node in sorted(self._cluster.get_primaries(), key=lambda node: str(node.name))]
 
     def on_moved(self) -> None:
         self._cluster.nodes_manager.initialize()

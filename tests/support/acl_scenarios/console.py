@@ -14,7 +14,7 @@ from millstream.services.console import Level
 from millstream.services.console.history_writer import HistoryWriter
 from tests.support.acl_scenarios.commands import WITHOUT_THEIR_RIGHTS
 from tests.support.console_forms import FORMS
-from tests.support.consoles import Browser, Page, authorized, console, fill_with, pages_one_by_one
+from tests.support.consoles import Browser, Page, add_output, authorized, console, fill_with, pages_one_by_one
 from tests.support.dead_letters import add_dead_letter
 from tests.support.waiting import eventually
 
@@ -38,6 +38,7 @@ def manage(url: str, admin: Client) -> None:
         for text in ("parked x", "nothing", "1-1"):
             granted(browser.get(f"/find?q={text}"))
         check_findings(browser)
+        check_outputs(browser, admin)
         act(browser, keyed)
         redrive_at_a_rate(browser, admin)
     with TemporaryDirectory() as folder, console(url, Path(folder)) as browser:
@@ -67,6 +68,15 @@ def check_findings(browser: Browser) -> None:
         name, _, text = sentence.partition(": ")
         if text.startswith("not checked") and name not in WITHOUT_THEIR_RIGHTS:
             raise AccessDenied(text)
+
+
+def check_outputs(browser: Browser, admin: Client) -> None:
+    """Raise AccessDenied if the page of a key does not show its outputs."""
+    add_output(admin, "x")
+    page = granted(browser.get(KEY))
+    if "cannot be read" in page.text:
+        raise AccessDenied(page.text)
+    assert "The last 1 found among the last 1 of 1 entries of out" in page.text
 
 
 def act(browser: Browser, keyed: KeyedStream) -> None:

@@ -22,21 +22,22 @@ securityContext:
 {{- define "millstream.container" -}}
 image: {{ include "millstream.image" . | quote }}
 imagePullPolicy: {{ .Values.image.pullPolicy }}
-env:
-  - name: MILLSTREAM_URL
-    valueFrom:
-      secretKeyRef:
-        name: {{ .Values.redis.secret | quote }}
-        key: {{ .Values.redis.key | quote }}
-  {{- with .Values.extraEnv }}
-  {{- toYaml . | nindent 2 }}
-  {{- end }}
 securityContext:
   allowPrivilegeEscalation: false
   readOnlyRootFilesystem: true
   capabilities:
     drop:
       - ALL
+{{- end }}
+{{- define "millstream.env" -}}
+- name: MILLSTREAM_URL
+  valueFrom:
+    secretKeyRef:
+      name: {{ .Values.redis.secret | quote }}
+      key: {{ .Values.redis.key | quote }}
+{{- with .Values.extraEnv }}
+{{- toYaml . | nindent 0 }}
+{{- end }}
 {{- end }}
 {{- define "millstream.probes" -}}
 readinessProbe:

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Container, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import resources
 from math import ceil
 from pathlib import Path
@@ -21,6 +22,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, RedirectRespons
 from starlette.routing import Route
 
 from millstream.admin.audit_log import may_have_run
+from millstream.admin.stuck_places import StuckScan
 from millstream.admin.value_redaction import Redact, show_all
 from millstream.errors import ConfigError, MillstreamError, RedisError, WrongType
 from millstream.redis_client import DEFAULT_URL
@@ -35,6 +37,7 @@ from millstream.services.console.rendering import render
 from millstream.services.console.rights import ConsoleTokens, Viewer
 from millstream.services.console.secure_headers import SecureHeaders
 from millstream.services.console.stream_names import StreamNames
+from millstream.services.console.stream_rates import StreamRates
 from millstream.services.console.views import PAGES
 from millstream.services.web.errors import Refused
 from millstream.services.web.origin_check import OriginCheck
@@ -49,6 +52,8 @@ RENEWAL_HEADER = "Millstream-Renewal"
 
 RENEW_AFTER_HEADER = "Millstream-Renew-After-Ms"
 """In how many milliseconds there are newer figures."""
+
+_MOST_STUCK_PLACES = 1_000
 
 _ANY_TOKEN = secrets.token_hex(32)
 """Stands for the form token in what several viewers get."""
@@ -71,6 +76,8 @@ class ConsoleParts:
     redact: Redact = show_all
     host_names: Container[str] | None = None
     shared: Shared = field(default_factory=Shared)
+    stuck: StuckScan = field(default_factory=partial(StuckScan, most=_MOST_STUCK_PLACES))
+    rates: StreamRates = field(default_factory=StreamRates)
     live: LiveReads[bytes] = field(default_factory=LiveReads)
 
 
@@ -204,6 +211,8 @@ class _Endpoint:
                         shared=parts.shared,
                         names=parts.names,
                         redrives=parts.redrives,
+                        rates=parts.rates,
+                        stuck=parts.stuck,
                         root=root_of(request),
                         path=self._page.path,
                         query=_query_of(request),

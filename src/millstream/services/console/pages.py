@@ -13,6 +13,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from millstream.admin.audit_log import AuditLog, RunningAction
 from millstream.admin.handler_names import find_handler
 from millstream.admin.inspection import find_handlers
+from millstream.admin.stuck_places import StuckScan
 from millstream.errors import ConfigError, MillstreamError
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import unescape
@@ -24,6 +25,7 @@ from millstream.services.console.rendering import render
 from millstream.services.console.rights import Level, Viewer
 from millstream.services.console.sessions import address_signature
 from millstream.services.console.stream_names import StreamNames
+from millstream.services.console.stream_rates import StreamRates
 
 REFRESH_S = (5, 15, 60)
 """The intervals, in seconds, at which a page may reload itself."""
@@ -70,6 +72,7 @@ class PageRequest:
       `is_renewal`: that is what this request does
     * `clients`: the clients of the console, for what is read after the view has answered
     * `names`: the names of all streams; `redrives`: the redrives at a rate of this console
+    * `rates`: how many entries a second those get that pages have shown; `stuck`: the search for what is stuck
     """
 
     client: Client
@@ -79,6 +82,8 @@ class PageRequest:
     shared: Shared
     names: StreamNames
     redrives: PacedRedrives
+    rates: StreamRates
+    stuck: StuckScan
     root: str
     path: str
     query: Mapping[str, str]

@@ -1,4 +1,4 @@
-"""The page of a key: why it waits, what waits, its state and dead letters; park, unpark, skip, reset the state."""
+"""The page of a key: why it waits, what waits, its state, dead letters and last outputs; park, unpark, skip, reset the state."""
 
 from starlette.responses import Response
 
@@ -6,12 +6,14 @@ from millstream.admin.findings import quoted
 from millstream.admin.inspection import reset_states
 from millstream.admin.key_details import KeyDetails, read_key
 from millstream.admin.key_explanation import explain_key
+from millstream.admin.key_outputs import OutputSearch, find_key_outputs
 from millstream.admin.key_queues import park as park_queue
 from millstream.admin.key_queues import read_queues
 from millstream.admin.key_queues import skip as skip_first
 from millstream.admin.key_queues import unpark as unpark_queue
 from millstream.delivery.keyed_stream import queue_of_key
 from millstream.errors import ConfigError
+from millstream.model import EntryId
 from millstream.redis_client.escaping import escape, unescape
 from millstream.redis_client.key_names import HandlerKeys
 from millstream.services.console.pages import PageRequest
@@ -35,6 +37,7 @@ def key(page: PageRequest) -> Response:
     places = page.places_of(name, stream)
     shown = places[:_MOST_STREAMS]
     found = read_key(page.client, shown, data)
+    outputs = find_key_outputs(page.client, places[0], data)
     return page.render(
         "key.html",
         name=name,
@@ -43,6 +46,8 @@ def key(page: PageRequest) -> Response:
         found=[(one, _texts_of(page, one)) for one in found if len(shown) == 1 or one.has_content]
         or [(found[0], _texts_of(page, found[0]))],
         more=len(places) - len(shown),
+        searches=[(one, page.display.text(one.problem), _outputs_of(page, one)) for one in outputs.searches],
+        reasons=outputs.reasons,
         done_texts=_DONE,
     )
 
@@ -177,3 +182,8 @@ def _texts_of(page: PageRequest, one: KeyDetails) -> dict[str, object]:
             for letter in one.report.dead_letters[:_MOST_LETTERS]
         ],
     }
+
+
+def _outputs_of(page: PageRequest, search: OutputSearch) -> list[tuple[str, int, list[tuple[str, str]]]]:
+    """The id, the time (Unix milliseconds) and the fields of each output."""
+    return [(one, EntryId.parse(one).ms, page.display.fields(pairs)) for one, pairs in search.found]

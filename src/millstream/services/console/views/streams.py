@@ -2,6 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from starlette.responses import Response
@@ -37,12 +38,13 @@ def streams(page: PageRequest) -> Response:
     found: Sequence[ListedStream] = (
         page.shared.get(f"ordered {prefix}", page.now_ms, partial(_list_all, page, shown), keep_ms=_KEEP_MS)
         if is_ordered
-        else list_streams(page.client, shown, budget_ms=_COUNT_MS)
+        else _list(page, shown)
     )
     return page.render(
         "streams.html",
         prefix=page.query.get("prefix", ""),
         found=ordered(found, order)[:_PAGE] if order is not None and is_ordered else found,
+        has_rates=all(one.rate is not None for one in found),
         orders=ORDERS,
         order=order,
         is_ordered=is_ordered,
@@ -60,8 +62,15 @@ def _list_all(page: PageRequest, names: Sequence[str]) -> list[ListedStream]:
     """All these streams, read a hundred at a time: the reply on a stream has two entries whole."""
     found: list[ListedStream] = []
     for at in range(0, len(names), _PAGE):
-        found += list_streams(page.client, names[at : at + _PAGE], budget_ms=_COUNT_MS)
+        found += _list(page, names[at : at + _PAGE])
     return found
+
+
+def _list(page: PageRequest, names: Sequence[str]) -> list[ListedStream]:
+    """These streams with their rates, by this read and the one before."""
+    found = list_streams(page.client, names, budget_ms=_COUNT_MS)
+    rates = page.rates.update({one.stream.name: one.stream.added for one in found})
+    return [replace(one, rate=rates[one.stream.name]) for one in found]
 
 
 def _scan(page: PageRequest, prefix: str) -> tuple[Sequence[str], bool]:

@@ -5,7 +5,6 @@ from urllib.parse import parse_qs, urlencode
 
 from starlette.responses import Response
 
-from millstream.admin.key_queues import explain
 from millstream.admin.stuck_keys import StuckKey, StuckOverview, read_stuck_overview
 from millstream.errors import ConfigError
 from millstream.redis_client.escaping import escape, unescape
@@ -18,10 +17,19 @@ _KEEP_MS = 2_000.0
 
 def stuck(page: PageRequest) -> Response:
     """The stuck keys, and how many dead letters each handler has."""
-    found: StuckOverview = page.shared.get(
-        "stuck", page.now_ms, lambda: read_stuck_overview(page.client), keep_ms=_KEEP_MS
+    read: tuple[StuckOverview, float] = page.shared.get(
+        "stuck",
+        page.now_ms,
+        lambda: (read_stuck_overview(page.client, page.stuck), page.now_ms),
+        keep_ms=_KEEP_MS,
     )
-    return page.render("stuck.html", found=found, stuck=rows_of(page, found.keys.found))
+    found, read_ms = read
+    return page.render(
+        "stuck.html",
+        found=found,
+        since_ms=None if found.age_ms is None else read_ms - found.age_ms,
+        stuck=rows_of(page, found.keys.found),
+    )
 
 
 def unpark_selected(page: PageRequest) -> Response:
@@ -53,7 +61,7 @@ def rows_of(page: PageRequest, found: Sequence[StuckKey]) -> list[dict[str, obje
             "key": page.display.key(one.queue.key),
             "link": place and page.url("/key", **place),
             "packed": place and urlencode(place, errors="surrogateescape"),
-            "why": page.display.text(explain(one.queue, one.last)),
+            "why": page.display.text(one.why),
             "error": page.display.text(one.last.error, "error"),
         }
         for one, place in ((one, _place_of(page, one)) for one in found)

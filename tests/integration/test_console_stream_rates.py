@@ -1,0 +1,67 @@
+"""The list of streams shows how many entries a second each gets, the busiest first if that is asked for."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from millstream.redis_client.client import Client
+from millstream.services.console.app import ConsoleParts, make_console
+from millstream.services.console.client_pool import ClientPool
+from millstream.services.console.guard import make_guard
+from millstream.services.console.rights import ConsoleTokens
+from millstream.services.console.stream_names import StreamNames
+from millstream.services.console.stream_rates import StreamRates
+from tests.support.clocks import ManualClock
+from tests.support.consoles import Browser, Page, client_of, write_tokens
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.cli]
+
+UNKNOWN = "it is known at the next renewal"
+
+
+def add(client: Client, **counts: int) -> None:
+    client.pipeline([("XADD", f"calls:{name}", "*", "n", n) for name, count in counts.items() for n in range(count)])
+
+
+def rates(page: Page) -> list[tuple[str, str]]:
+    """The names after `calls:`, and the rates, of a list of streams."""
+    row = r'name=calls%3A(\w+)".*?<td class="n">[\d,]+</td>\s*<td class="n">([^<]*)</td>'
+    return re.findall(row, page.html, re.DOTALL)
+
+
+def test_the_busiest_streams_come_first_once_the_console_has_read_them_twice(client: Client, tmp_path: Path) -> None:
+    add(client, a=30, b=20, c=10)
+    tokens, clients, clock = ConsoleTokens(), ClientPool(client.url), ManualClock()
+    tokens.read(write_tokens(tmp_path))
+    parts = ConsoleParts(
+        clients=clients,
+        guard=make_guard(clients, tokens, None),
+        names=StreamNames(client.url, keep_ms=0, wait_ms=3_600_000),
+        rates=StreamRates(clock),
+    )
+
+    def read(browser: Browser, path: str) -> Page:
+        """The page, some seconds after the one before."""
+        clock.now_ms += 5_000
+        parts.shared.clear()
+        return browser.get(path)
+
+    with client_of(make_console(parts)) as http:
+        browser = Browser(http)
+        browser.log_in("figures")
+        page = read(browser, "/streams?prefix=calls:")
+        assert rates(page) == [("a", "-"), ("b", "-"), ("c", "-")]
+        assert UNKNOWN in page.text
+        add(client, b=5, c=500, Z=1)
+        eventually(lambda: (found := parts.names.find("calls:")) and len(found.names) == 4, "the new name")
+        page = read(browser, next(one for one in page.links if "order=rate" in one))
+        assert rates(page) == [("c", "100"), ("b", "1.0"), ("a", "0.0"), ("Z", "-")]
+        assert UNKNOWN in page.text
+        client.execute("XTRIM", "calls:c", "MAXLEN", 1)
+        add(client, b=10_000)
+        page = read(browser, "/streams?prefix=calls:&order=rate")
+        assert rates(page) == [("b", "2,000"), ("Z", "0.0"), ("a", "0.0"), ("c", "0.0")]
+        assert UNKNOWN not in page.text
+    clients.close()
