@@ -244,7 +244,7 @@ def test_counts_become_unknown_when_entries_vanish_ahead_of_the_query(client: Cl
 
 
 @pytest.mark.parametrize(("start", "limit", "entries"), [(5, 10, 10), (5, 100, 25), (None, 10, 10), (None, 100, None)])
-def test_a_planned_batch_has_its_number_of_entries_where_a_limit_or_the_offsets_tell(
+def test_a_planned_batch_counts_its_entries_where_a_limit_or_the_offsets_allow(
     client: Client, start: int | None, limit: int, entries: int | None
 ) -> None:
     fill(client, "s", 30)
