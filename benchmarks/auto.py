@@ -19,6 +19,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -199,15 +200,15 @@ class _Killer:
         self._url = url
         self._choice = choice
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._kill_each)
+        self._pool = ThreadPoolExecutor(1)
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        self._kills = self._pool.submit(self._kill_each)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
-        self._thread.join()
+        self._kills.result()  # raises what has ended the kills too soon
 
     def _kill_each(self) -> None:
         with Client(self._url) as client:
@@ -222,7 +223,7 @@ class _Killer:
         while not self._ended.wait(_TICK_S):
             family = self._command.process.children(recursive=True)
             try:
-                victim = self._choice.choice(family)
+                victim = self._choice.choice([one for one in family if one.status() != psutil.STATUS_ZOMBIE])
                 name = victim.name()
                 victim.kill()
             except (psutil.NoSuchProcess, IndexError):  # it has just ended, or the next engine is just being started
