@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.pages import blocks_of, consoles_of
+from tests.support.syntax import parsed
 
 pytestmark = [pytest.mark.cli]
+SYNTAX = pytest.mark.xdist_group("syntax")  # what is parsed is parsed once
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -64,7 +66,7 @@ def pages_with(language: str) -> dict[str, int]:
 def runs_of_pages(runners: Container[str]) -> Iterator[tuple[str, str, list[int] | None]]:
     """The calls of these functions in tests: the function, the page, and the numbers of blocks, if the call has any."""
     for path in (path for path in (ROOT / "tests").rglob("test_*.py") if path != Path(__file__)):
-        tree = ast.parse(path.read_text())
+        tree = parsed(path.read_text())
         constants = {
             target.id: statement.value
             for statement in tree.body
@@ -101,6 +103,7 @@ def blocks_run(runner: str, page: str, numbers: list[int] | None) -> set[int]:
     return set(every if numbers is None else numbers)
 
 
+@SYNTAX
 def test_every_python_block_of_every_page_runs_in_a_test() -> None:
     blocks = pages_with("python")
     assert len(blocks) > 20
@@ -111,6 +114,7 @@ def test_every_python_block_of_every_page_runs_in_a_test() -> None:
     assert {page: numbers for page, numbers in missing.items() if numbers and page not in COMPARED} == {}
 
 
+@SYNTAX
 def test_every_console_of_every_page_runs_in_a_test() -> None:
     named = {page for _, page, _ in runs_of_pages(CONSOLE_RUNNERS)}
     assert [page for page in pages_with("console") if page not in named and page not in NOT_RUN] == []

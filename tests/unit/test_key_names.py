@@ -133,6 +133,7 @@ def test_architecture_names_all_keys_and_no_others(owner: type) -> None:
     assert named == suffixes(owner)
 
 
+@pytest.mark.xdist_group("syntax")  # what is parsed is parsed once
 def test_architecture_names_only_fields_that_exist() -> None:
     known = {word for path in PACKAGE.rglob("*.py") for word in words_of_code(path.read_text())}
     known |= {word for path in SCRIPTS.rglob("*.lua") for word in words_of_script(path.read_text())}

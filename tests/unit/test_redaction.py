@@ -141,6 +141,7 @@ def secrets_of(kind: ast.ClassDef, path: Path) -> list[ast.AnnAssign]:
     ]
 
 
+@pytest.mark.xdist_group("syntax")  # what is parsed is parsed once
 def test_the_repr_of_settings_shows_no_secret() -> None:
     """They stand in what is printed to find a mistake."""
     found = [
