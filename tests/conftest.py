@@ -39,7 +39,7 @@ SPARK_GROUPS = ("session", "drivers")
 Side by side, the tests of a group run one after another in one process: two cores bear no third Spark.
 """
 ORDER = ("faults", "contract", "spark", "integration", "unit")
-"""What takes longest comes first, so that no process has much left when the others are done."""
+"""What takes longest comes first, so that no process has much left when the others are done (`--no-loadscope-reorder`)."""
 
 # No verdict by the clock: neither how long an example runs nor how long it takes to make one.
 settings.register_profile(
