@@ -75,7 +75,7 @@ def test_no_file_that_exists_is_overwritten_and_none_is_written_beside_it(tmp_pa
     refused = call("init", str(tmp_path))
     assert refused.code == 2
     assert (
-        f"{tmp_path / name}: no file that exists is overwritten, and nothing was written; name another" in refused.err
+        f"{tmp_path / name}: no file that exists is overwritten, and nothing was written; name a folder" in refused.err
     )
     assert [path.name for path in tmp_path.iterdir()] == [name]
     assert (tmp_path / name).read_text() == "mine"

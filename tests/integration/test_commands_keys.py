@@ -194,6 +194,22 @@ def test_a_key_is_parked_unparked_and_its_first_message_skipped(client: Client, 
     assert violations(stream) == []
 
 
+def test_a_parked_key_whose_message_was_skipped_blames_that_message_and_not_the_next_one(
+    client: Client, stream: KeyedStream
+) -> None:
+    client.pipeline([("XADD", "orders", "*", "key", "c", "n", n) for n in range(2)])
+    stream.enqueue_new(count=100, max_pending=1_000)
+    before = asked(client, "key", "show", "shop.pay", "c")["parked"]
+    for _ in range(2):
+        skipped = asked(client, "key", "skip", "shop.pay", "c", "--yes")["skipped"]["orders"]
+        shown = asked(client, "key", "show", "shop.pay", "c")
+        assert shown["parked"] == f"message {skipped} was skipped, unpark the key to run the next one; before: {before}"
+        assert (shown["state"], shown["first"] > skipped) == ("parked", True)
+        assert asked(client, "why", "shop.pay", "c")["mend"][0] == "millstream key unpark shop.pay c"
+        assert "key skip" not in str(asked(client, "why", "shop.pay", "c")["mend"])
+    assert violations(stream) == []
+
+
 def test_all_parked_keys_of_a_handler_are_unparked_at_once_after_a_dry_run(client: Client, stream: KeyedStream) -> None:
     call("key", "park", "shop.pay", "d", url=client.url)
     assert asked(client, "key", "unpark", "shop.pay", "--all", "--dry-run")["unparked"] == 2

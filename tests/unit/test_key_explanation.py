@@ -99,6 +99,11 @@ def report(
         (
             report(PARKED),
             "waits: parked for 2.0 s: audit. 2 messages wait behind its first message 7-0.",
+            ("millstream key unpark shop.pay ann",),
+        ),
+        (
+            report(PARKED, last=LastError(error="E: no.", attempts=5)),
+            "The last attempt failed with E: no.",
             ("millstream key unpark shop.pay ann", "millstream key skip shop.pay ann  # or give its first message up"),
         ),
         (

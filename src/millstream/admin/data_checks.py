@@ -389,7 +389,7 @@ def check_parked(data: Data) -> Iterator[Finding]:
                 handler=label,
                 severity="warning",
                 what=f"{label}: {pluralize(count, 'parked key')}",
-                why="their messages wait until an operator unparks the key",
+                why=f"{'its' if count == 1 else 'their'} messages wait until an operator unparks the key",
                 mend=(f"millstream key list {label}", f"millstream key unpark {label} KEY"),
             )
 

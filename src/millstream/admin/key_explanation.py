@@ -161,12 +161,7 @@ def _mend(report: KeyReport) -> Iterator[str]:
     of_key = f"{handler.label} {quoted(report.key)}{on_stream}"
     if queue is not None and queue.parked_reason is not None and not report.is_migrating:
         yield f"millstream key unpark {of_key}"
-    if (
-        queue is not None
-        and queue.length
-        and (queue.state == "parked" or report.is_blocked or report.long_run is not None)
-        and not report.is_migrating
-    ):
+    if queue is not None and queue.length and _is_to_blame(report) and not report.is_migrating:
         yield f"millstream key skip {of_key}  # or give its first message up"
     if queue is not None and queue.state == "backing off" and report.limit is None and _runs(handler):
         yield f"millstream key park {of_key} && millstream key unpark {of_key}  # to try it now, with all its attempts"
@@ -183,6 +178,14 @@ def _mend(report: KeyReport) -> Iterator[str]:
     if report.dead_letters:
         yield f"millstream dlq list {handler.label} --key {quoted(report.key)}{on_stream}"
         yield f"millstream dlq redrive {handler.label} --key {quoted(report.key)}{on_stream}"
+
+
+def _is_to_blame(report: KeyReport) -> bool:
+    """Whether the first message keeps the others waiting: not one that has never been tried, as after a skip."""
+    queue = report.queue
+    has_failed = bool(report.last.error) or (queue is not None and queue.failed_attempts + queue.expired_leases > 0)
+    is_parked = queue is not None and queue.state == "parked"
+    return (is_parked and has_failed) or report.is_blocked or report.long_run is not None
 
 
 def _runs(handler: HandlerReport) -> bool:

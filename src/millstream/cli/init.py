@@ -1,6 +1,7 @@
 """`millstream init`: writes a starter project that runs and has a test."""
 
 import shlex
+from itertools import chain, count
 from pathlib import Path
 from typing import Annotated
 
@@ -28,7 +29,7 @@ def init(
     if existing:
         raise ConfigError(
             f"{', '.join(str(folder / name) for name in existing)}: no file that exists is overwritten, and nothing was "
-            "written; name another folder, as in `millstream init shop`"
+            f"written; name a folder that does not exist, as in `millstream init {_unused()}`"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -46,3 +47,8 @@ def init(
     change = "" if folder == _HERE else f"cd {shlex.quote(str(folder))} && "
     print_message(f"  {change}millstream dev")
     print_message(f"  {change}millstream worker app.py:app")
+
+
+def _unused() -> str:
+    """A name of no file that exists."""
+    return next(name for name in chain(["shop"], (f"shop-{n}" for n in count(2))) if not Path(name).exists())

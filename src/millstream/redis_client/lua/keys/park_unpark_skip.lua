@@ -10,7 +10,8 @@
 --       MIGRATING when a queue is to be unparked that only the migration of its key keeps waiting
 --
 -- INVARIANT  A skipped entry becomes a dead letter in the same step. A worker that processes it is refused a late
---   commit, as its lease ends. A queue that is parked while it is leased is kept from its next lease; on Spark, where
+--   commit, as its lease ends. A parked queue stays parked, and its reason then says that the entry was skipped: the next
+--   one is not to blame. A queue that is parked while it is leased is kept from its next lease; on Spark, where
 --   there are no leases, it is parked at once.
 
 -- include ids
@@ -60,6 +61,12 @@ redis.call('LPOP', queue_of(name))
 clear_crash_counts(ARGV[4])
 redis.call('HINCRBY', KEYS[1], 'committed', 1)
 redis.call('HINCRBY', KEYS[1], 'dead', 1)
+local parked = redis.call('HGET', PARKED, name)
+local since, reason = string.match(parked and parked ~= moves and parked or '', '^(%d+) (.*)$')
+if since then
+  local text = ' message ' .. ARGV[4] .. ' was skipped, unpark the key to run the next one; before: '
+  redis.call('HSET', PARKED, name, since .. text .. (string.match(reason, '^message %S+ was skipped.-; before: (.*)$') or reason))
+end
 local was_ready = redis.call('LREM', READY, 0, name)
 redis.call('ZREM', BACKOFF, name)
 if leased then end_lease(group, name, 1000) end

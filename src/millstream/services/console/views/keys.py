@@ -24,7 +24,7 @@ _DONE = {
     "was-parked": "The key was parked already.",
     "unparked": "The key goes on.",
     "was-unparked": "The key was not parked.",
-    "skipped": "The first message is a dead letter now.",
+    "skipped": "The first message is a dead letter now. A parked key stays parked until it is unparked.",
     "unskipped": "Nothing was skipped: the first message is another one now.",
     "reset": "The state is deleted: the next message starts without one.",
     "unreset": "The key had no state.",
