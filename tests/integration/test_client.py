@@ -31,6 +31,7 @@ from millstream.testing.proxy import Proxy
 from millstream.testing.topologies import tls_server
 from tests.support.calls import calls_of
 from tests.support.clocks import ManualClock
+from tests.support.keyed_fixtures import joined_by_field
 
 pytestmark = [pytest.mark.cli, pytest.mark.groups]
 
@@ -123,6 +124,13 @@ def test_the_error_names_the_key_that_holds_the_wrong_type(client: Client) -> No
         match=f"the script commit/join_workers.lua: {re.escape(keys.meta)} holds a list where a hash is needed",
     ):
         stream_of(client, "a").join()
+
+
+def test_the_error_of_a_script_that_returns_it_names_the_key_too(client: Client) -> None:
+    stream = joined_by_field(client, "calls", app="shop", handler="pay")
+    client.execute("SET", "calls", "text")
+    with pytest.raises(WrongType, match=r"keys/lease_keys\.lua: calls holds another type of value than a stream"):
+        stream.lease_keys(queues=1, entries=1, run=1, lease_ms=60_000, now_ms=0)
 
 
 def stream_of(client: Client, stream: str) -> ReliableStream:

@@ -174,6 +174,29 @@ def test_a_page_says_that_something_was_done_only_where_the_console_has_done_it(
         assert text not in other.get(page.url).text, "in another browser"
 
 
+def test_a_refusal_of_redis_is_recorded_as_a_failure(
+    browser: Browser, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of a replica: it has replied, and changed nothing."""
+
+    def refuse(*_: Any) -> bool:
+        raise Unavailable("Redis is a replica")
+
+    monkeypatch.setattr(keys, "unpark_queue", refuse)
+    page = browser.send(browser.get(PARKED), "/key/unpark")
+    assert (page.status, "may have been done" in page.text) == (503, False)
+    assert last(client).result == "failed: Redis is a replica"
+
+
+def test_the_empty_key_has_a_page_and_forms(browser: Browser, client: Client) -> None:
+    park_elsewhere(client, "parcels", "")
+    stuck = browser.get("/stuck")
+    page = browser.get(next(one for one in stuck.links if one.endswith("key=")))
+    assert "parked for" in page.text
+    page = browser.send(page, "/key/unpark")
+    assert (page.status, "The key goes on." in page.text) == (200, True)
+
+
 def test_a_message_is_skipped_only_if_it_is_the_one_that_was_confirmed(browser: Browser, client: Client) -> None:
     question = browser.send(browser.get(PARKED), "/key/skip")
     (queue,) = read_queues(client, KEYS, [queue_of_key(b"parked x", b"")])
@@ -400,7 +423,7 @@ def test_an_action_whose_reply_is_lost_is_not_recorded_as_failed(
     browser: Browser, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lose_the_reply(*_: Any) -> bool:
-        raise Unavailable("the reply did not arrive")
+        raise Unavailable("the reply did not arrive", unreachable=True)
 
     def unpark_and_lose_the_reply(*args: Any) -> bool:
         unpark(*args)

@@ -34,6 +34,7 @@ PARAMETERS = sorted(
             r'page\.(?:wanted|name|wanted_name|field|(?:query|form)\.get)\(\s*"(\w+)"', file.read_text()
         )
     }
+    | {"key"}  # by `wanted_key`
 )
 """The name of each parameter and each field that a view reads."""
 MARK = "<b onx=1>'\""

@@ -83,6 +83,18 @@ def redriven(client: Client, stream: str = "flights") -> list[int]:
 # --- Finding ---
 
 
+def test_a_dead_letter_of_a_stream_whose_name_is_no_text_is_listed_and_redriven(client: Client) -> None:
+    keys = HandlerKeys("airline", "departure", "\udcff\udcfe")
+    (letter_id,) = write_dead_letter(client, letter(keys=keys))
+    queue = DeadLetterQueue(client)
+    (found,) = queue.find(DeadLetterFilter(app="airline", reason="failed"))
+    assert found.letter is not None
+    assert (found.letter_id, found.letter.stream) == (letter_id, keys.stream)
+    (outcome,) = queue.redrive([found.ref])
+    assert outcome.new_id is not None
+    assert client.execute("XLEN", b"\xff\xfe") == 1
+
+
 def test_dead_letters_are_listed_and_filtered(client: Client) -> None:
     other = HandlerKeys("airline", "arrival", "flights")
     elsewhere = HandlerKeys("shop", "order", "{shop}:orders")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from millstream.errors import MillstreamError, OutOfMemory, RedisError, StreamFull, Unavailable
+from millstream.errors import MillstreamError, RedisError, Unavailable
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import audit_key
 from millstream.redis_client.replies import mapping_of
@@ -57,7 +57,7 @@ class RunningAction:
 
 def may_have_run(error: MillstreamError) -> bool:
     """Whether a command that ended in this error may have changed something: its reply was lost."""
-    return isinstance(error, Unavailable) and not isinstance(error, (OutOfMemory, StreamFull))
+    return isinstance(error, Unavailable) and error.unreachable
 
 
 def failed_result(error: MillstreamError, done_before: str = "") -> str:

@@ -8,6 +8,7 @@ import msgspec
 
 from millstream.errors import ConfigError
 from millstream.model import EntryId
+from millstream.redis_client.key_names import from_wire
 from millstream.redis_client.redaction import redact_text
 from millstream.redis_client.resp import Arg
 
@@ -91,7 +92,7 @@ class DeadLetter:
         if len(pairs) % 2:
             raise ValueError("its fields are not pairs of name and value")
         return cls(
-            stream=text["stream"],
+            stream=from_wire(values["stream"]),
             id=str(EntryId.parse(text["id"])),
             pairs=pairs,
             key=values.get("key"),

@@ -46,6 +46,7 @@ _PLACE_IN_SCRIPT = re.compile(r"script: (?:([0-9a-f]{40}), )?on @user_script:(\d
 _CODE = re.compile("[A-Z]{2,}")
 _CONNECTING = re.compile(r"Error(?: -?\d+)? connecting to (\S+)\. (.+?)\.*")
 _NO_PRIMARY = re.compile(r"No master found for ('.*?')(?: : |$)")
+_NAMED_BY_SCRIPT = re.compile(r" \(([A-Z]+) (.*)\)$", re.DOTALL)  # by `named` of refusal.lua
 _COMMAND_IN_LUA = re.compile(r"\('([A-Z]+)'(?:, '([A-Z]+)')?")
 _TYPES = {"X": "stream", "H": "hash", "Z": "zset", "B": "list", "L": "list", "R": "list", "S": "set"}
 """The type of key that a command needs, by the first letter of its name."""
@@ -176,6 +177,9 @@ def _of_command(error: Exception, text: str, where: str, name: str) -> RedisErro
         # A script's own message names the key; that of the server does not.
         if " holds a " in text:
             return WrongType(text.removeprefix("WRONGTYPE "), names_key=True)
+        if found := _NAMED_BY_SCRIPT.search(text):
+            needed = _TYPES.get(found[1][:1], "string")
+            return WrongType(f"{name}: {_shown(found[2])} holds another type of value than a {needed}", names_key=True)
         return WrongType(f"{name}: the key holds another type of value than needed")
     if text.startswith(("NOGROUP", "UNBLOCKED the stream key no longer exists")):
         return GroupMissing(text)

@@ -256,10 +256,11 @@ class _RedisErrors:
 def _query_of(request: Request) -> Mapping[str, str]:
     text = request.scope["query_string"].decode("ascii", "replace")
     try:
-        found = parse_qs(text, errors="surrogateescape", max_num_fields=MOST_FIELDS)
+        found = parse_qs(text, keep_blank_values=True, errors="surrogateescape", max_num_fields=MOST_FIELDS)
     except ValueError as error:
         raise Refused(400, f"the address cannot be read: {error}") from error
-    return {name: values[0] for name, values in found.items()}
+    # A key may be empty; any other parameter that is empty is a missing one.
+    return {name: values[0] for name, values in found.items() if values[0] or name == "key"}
 
 
 class _StaticFile:

@@ -113,6 +113,12 @@ class PageRequest:
         """`name` of a parameter that the page needs. Raises ConfigError if it is missing."""
         return from_wire(unescape(self.wanted(parameter)))
 
+    def wanted_key(self) -> bytes:
+        """The key that the page needs, which may be empty. Raises ConfigError if it is missing, or its escapes are wrong."""
+        if "key" in self.query:
+            return unescape(self.query["key"])
+        return unescape(self.field("key") if "key" in self.form else self.wanted("key"))
+
     def known_handlers(self) -> Sequence[HandlerKeys]:
         """All handlers on their streams, as known within ten seconds. Raises RedisError."""
         found: Sequence[HandlerKeys] = self.shared.get(

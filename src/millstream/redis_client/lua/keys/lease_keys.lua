@@ -26,6 +26,7 @@
 -- include key_queues
 -- include lost_leases
 -- include entry_sizes
+-- include refusal
 
 local group, consumer, incarnation = ARGV[2], ARGV[3], ARGV[4]
 local lease_ms, longest = tonumber(ARGV[5]), tonumber(ARGV[8])
@@ -37,7 +38,7 @@ local meta = redis.call('HMGET', KEYS[1], 'epoch', 'fence', 'clock')
 local refusal = stale(ARGV[1], meta[1])
 if refusal then return refusal end
 local probe = redis.pcall('XPENDING', KEYS[7], group, '-', '+', 1)
-if probe.err then return probe end
+if probe.err then return named(probe, 'XPENDING', KEYS[7]) end
 
 local now = redis.call('TIME')
 local fence = now[1] * 1000000 + now[2]

@@ -14,7 +14,7 @@ from millstream.admin.key_queues import unpark as unpark_queue
 from millstream.delivery.keyed_stream import queue_of_key
 from millstream.errors import ConfigError
 from millstream.model import EntryId
-from millstream.redis_client.escaping import escape, unescape
+from millstream.redis_client.escaping import escape
 from millstream.redis_client.key_names import HandlerKeys
 from millstream.services.console.pages import PageRequest
 
@@ -33,7 +33,7 @@ _DONE = {
 
 def key(page: PageRequest) -> Response:
     """One key of a handler, on one of its streams or on all."""
-    name, stream, data = page.wanted("handler"), page.name("stream"), unescape(page.wanted("key"))
+    name, stream, data = page.wanted("handler"), page.name("stream"), page.wanted_key()
     places = page.places_of(name, stream)
     shown = places[:_MOST_STREAMS]
     found = read_key(page.client, shown, data)
@@ -129,7 +129,7 @@ def reset(page: PageRequest) -> Response:
 def _place_of(page: PageRequest) -> tuple[HandlerKeys, bytes]:
     """The handler on a stream, and the key, that a form names. Raises MillstreamError if it has not run there."""
     name, stream = page.wanted("handler"), page.wanted_name("stream")
-    return page.places_of(name, stream)[0], unescape(page.wanted("key"))
+    return page.places_of(name, stream)[0], page.wanted_key()
 
 
 def _about(keys: HandlerKeys, data: bytes) -> dict[str, str]:
@@ -137,7 +137,9 @@ def _about(keys: HandlerKeys, data: bytes) -> dict[str, str]:
 
 
 def _back(page: PageRequest, keys: HandlerKeys, done: str) -> Response:
-    return page.redirect("/key", handler=keys.label, stream=escape(keys.stream), key=page.wanted("key"), done=done)
+    return page.redirect(
+        "/key", handler=keys.label, stream=escape(keys.stream), key=escape(page.wanted_key()), done=done
+    )
 
 
 def _confirm(
