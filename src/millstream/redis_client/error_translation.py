@@ -46,7 +46,7 @@ _PLACE_IN_SCRIPT = re.compile(r"script: (?:([0-9a-f]{40}), )?on @user_script:(\d
 _CODE = re.compile("[A-Z]{2,}")
 _CONNECTING = re.compile(r"Error(?: -?\d+)? connecting to (\S+)\. (.+?)\.*")
 _NO_PRIMARY = re.compile(r"No master found for ('.*?')(?: : |$)")
-_NAMED_BY_SCRIPT = re.compile(r" \(([A-Z]+) (.*)\)$", re.DOTALL)  # by `named` of refusal.lua
+_NAMED_BY_SCRIPT = re.compile(r" \(([A-Z]+) (?!.*, line \d+ of)(.*)\)$", re.DOTALL)  # by `named` of refusal.lua
 _COMMAND_IN_LUA = re.compile(r"\('([A-Z]+)'(?:, '([A-Z]+)')?")
 _TYPES = {"X": "stream", "H": "hash", "Z": "zset", "B": "list", "L": "list", "R": "list", "S": "set"}
 """The type of key that a command needs, by the first letter of its name."""
