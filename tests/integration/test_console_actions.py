@@ -324,6 +324,16 @@ def test_a_selection_of_dead_letters_is_redriven_and_the_rest_stays(browser: Bro
     assert errors_left(client) == ["ValueError: x", "order 7 is broken"]
 
 
+def test_one_dead_letter_is_redriven_from_its_own_page(browser: Browser, client: Client) -> None:
+    _, wanted = add_letters(client, "order 7 is broken", "order 8 is broken")
+    group = browser.get(next(one for one in browser.get(LETTERS).links if "order+N" in one))
+    letter = browser.get(next(one for one in group.links if wanted in one))
+    question = browser.send(letter, "/letters/redrive")
+    assert "1 dead letter would be redriven: 1 of orders." in question.text
+    assert "1 dead letter redriven." in browser.send(question, "/letters/redrive").text
+    assert errors_left(client) == ["ValueError: x", "order 7 is broken"]
+
+
 def test_a_button_for_all_of_a_group_means_all_whatever_is_ticked(browser: Browser, client: Client) -> None:
     ticked, _ = add_letters(client, "order 7 is broken", "order 8 is broken")
     group = browser.get(next(one for one in browser.get(LETTERS).links if "order+N" in one))
