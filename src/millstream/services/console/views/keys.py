@@ -37,7 +37,7 @@ def key(page: PageRequest) -> Response:
     places = page.places_of(name, stream)
     shown = places[:_MOST_STREAMS]
     found = read_key(page.client, shown, data)
-    outputs = find_key_outputs(page.client, places[0], data)
+    outputs = None if page.is_renewal else find_key_outputs(page.client, places[0], data)
     return page.render(
         "key.html",
         name=name,
@@ -46,8 +46,10 @@ def key(page: PageRequest) -> Response:
         found=[(one, _texts_of(page, one)) for one in found if len(shown) == 1 or one.has_content]
         or [(found[0], _texts_of(page, found[0]))],
         more=len(places) - len(shown),
-        searches=[(one, page.display.text(one.problem), _outputs_of(page, one)) for one in outputs.searches],
-        reasons=outputs.reasons,
+        outputs=outputs,
+        searches=[(one, page.display.text(one.problem), _outputs_of(page, one)) for one in outputs.searches]
+        if outputs
+        else [],
         done_texts=_DONE,
     )
 
