@@ -96,10 +96,11 @@ def test_a_scan_begins_anew_once_another_process_serves_as_its_cursor_is_of_the_
         before = [scan.run(client) for _ in range(3)][-1]
         server.restart()
         client.close()
+        client.execute("DEL", before.found[0].parked)
         later = rounds_of(scan, client)
     assert set(later[0].found) > set(before.found)
     assert [one.is_partial for one in later] == [True] * (len(later) - 1) + [False]
-    assert len(later[-1].found) == 6_000
+    assert (len(later[-1].found), before.found[0] in later[-1].found) == (5_999, False)
 
 
 def test_several_clients_continue_the_scan_of_a_cluster(request: pytest.FixtureRequest) -> None:

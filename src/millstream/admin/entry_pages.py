@@ -23,9 +23,9 @@ class EntryPage:
 
 
 def read_entries(client: Client, stream: str, start: str, *, most: int = 50) -> EntryPage:
-    """Read a page that begins at the id `start`: at most `most` entries, up to the one that makes a million bytes of them.
+    """Read a page that begins at the id `start`: at most `most` entries, up to the one that makes a million bytes.
 
-    Reads at most four more. Raises RedisError.
+    It reads at most four more. Raises RedisError.
     """
     found: list[tuple[str, Sequence[bytes]]] = []
     size = 0
@@ -42,7 +42,7 @@ def read_entries(client: Client, stream: str, start: str, *, most: int = 50) -> 
 
 
 def newest_first(client: Client, stream: str, *, most: int) -> Iterator[tuple[str, Sequence[bytes]]]:
-    """The last entries, the newest first: at most `most`, and after the one that makes a million bytes of them at most nine.
+    """The last entries, the newest first: at most `most`, and at most nine after the one that makes a million bytes.
 
     Raises RedisError.
     """

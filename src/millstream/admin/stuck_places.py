@@ -34,9 +34,9 @@ class StuckPlaces:
 class StuckScan:
     """Finds where messages are stuck, of `app` or all, by scans of the names of all keys. May be used by any thread.
 
-    Each scan takes at most `budget_ms` milliseconds, and continues where the one before has stopped; after a restart or a
-    failover of a server it begins anew, as its cursor is of the earlier process. What was found is kept until all names are
-    scanned again, at most `most` places: others are added when some of these are stuck no more.
+    Each scan takes at most `budget_ms` milliseconds, and continues where the one before has stopped; after a restart or
+    a failover of a server it begins anew, as its cursor is of the earlier process. What was found is kept until all
+    names are scanned again, at most `most` places: others are added when some of these are stuck no more.
     """
 
     def __init__(

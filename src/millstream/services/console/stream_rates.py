@@ -22,8 +22,8 @@ class _Read(NamedTuple):
 class StreamRates:
     """The rates of streams, by the reads of all viewers. May be used by any thread.
 
-    A rate is that between two reads from 2 seconds to 5 minutes apart. A read that comes sooner keeps the rate of the one
-    before. It keeps the reads of the 20,000 streams that were read last.
+    A rate is that between two reads from 2 seconds to 5 minutes apart. A read that comes sooner keeps the rate of the
+    one before. It keeps the reads of the 20,000 streams that were read last.
     """
 
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
@@ -62,7 +62,8 @@ def _next_read(last: _Read | None, stream: StreamReport, read_ms: float) -> _Rea
 def _is_another(stream: StreamReport, last: _Read) -> bool:
     """Whether the stream was deleted since, and there is another one of its name.
 
-    Of a stream that was trimmed meanwhile the first id is a new one, too, but it has no more entries than were added since.
+    Of a stream that was trimmed meanwhile the first id is a new one, too, but it has no more entries than were added
+    since.
     """
     has_only_new = stream.first_id is not None and EntryId.parse(stream.first_id) > last.last_id
     return stream.added < last.added or (has_only_new and stream.length > stream.added - last.added)

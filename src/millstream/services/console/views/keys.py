@@ -171,7 +171,7 @@ def _confirm(
 
 
 def _texts_of(page: PageRequest, one: KeyDetails) -> dict[str, object]:
-    display, explanation = page.display, explain_key(one.report)
+    display, explanation = page.display, explain_key(one.report, page.display.value_of)
     return {
         "why": display.text(explanation.text),
         "mend": [display.text(command) for command in explanation.mend],
