@@ -2,17 +2,21 @@
 
 import re
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 import pytest
 
 from millstream import App, Message
 from millstream.delivery.running_code import RunningCode, code_of, report_code
+from millstream.errors import AccessDenied
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import running_code_key
 from millstream.services.console import Level
+from millstream.services.console.app import RENEWAL_HEADER
+from tests.support.command_stats import commands_run
 from tests.support.commandline import call
-from tests.support.consoles import Page, authorized, console, fill_with
+from tests.support.consoles import Page, add_output, authorized, console, fill_with
 from tests.support.running_codes import CODE, CODE_WITH_OUTPUTS
 from tests.support.waiting import eventually
 from tests.support.workers import make, working
@@ -21,6 +25,9 @@ pytestmark = [pytest.mark.cli]
 
 KEY = "/key?handler=shop.pay&stream=orders&key=parked+x"
 FUNCTION = "The key of shop.pay is not a field of its messages, so its outputs are not looked for."
+UNREPORTED = (
+    "An earlier version of millstream runs shop.pay and does not report its key, so its outputs are not looked for."
+)
 
 
 def page_with(client: Client, *codes: RunningCode) -> Page:
@@ -93,7 +100,30 @@ def test_a_page_without_the_settings_that_it_finds_outputs_by_gives_the_reason(c
 
     (by_function,) = code_of(app.handlers.values(), engine="spark", version="1").values()
     page = page_with(client, by_function)
-    assert (FUNCTION in page.text, "entries of out" in page.text) == (True, False)
+    assert (FUNCTION in page.text, UNREPORTED in page.text, "entries of out" in page.text) == (True, False, False)
+
+
+def test_a_report_of_an_earlier_version_without_the_key_is_not_said_to_be_of_a_handler_without_one(
+    client: Client,
+) -> None:
+    fill_with(client, "x")
+    report = msgspec.json.decode(msgspec.json.encode(CODE_WITH_OUTPUTS))
+    del report["key_field"]
+    page = page_with(client, msgspec.convert(report, RunningCode))
+    assert (FUNCTION in page.text, UNREPORTED in page.text, "entries of out" in page.text) == (False, True, False)
+
+
+def test_an_open_page_does_not_search_again_when_it_renews_itself(client: Client) -> None:
+    fill_with(client, "x")
+    add_output(client, "x")
+    with authorized(client.url, Level.PAYLOADS) as browser:
+        reads = [commands_run(client.execute)["xrevrange"]]
+        assert "The last 1 found among the last 1 of 1 entries of out." in browser.get(KEY).text
+        reads.append(commands_run(client.execute)["xrevrange"])
+        page = browser.get(KEY, **{RENEWAL_HEADER: "1"})
+        reads.append(commands_run(client.execute)["xrevrange"])
+    assert reads[2] - reads[1] < reads[1] - reads[0]
+    assert ("Key parked x of shop.pay on orders waits" in page.text, "Last outputs" in page.text) == (True, False)
 
 
 def test_the_streams_of_all_versions_that_run_are_searched(client: Client) -> None:
@@ -113,10 +143,12 @@ def test_an_output_stream_that_cannot_be_read_is_a_sentence_beside_the_rest_of_t
     fill_with(client, "x")
     client.execute("XADD", "out", "*", "key", "parked x")
     report_code(client, "shop", {"pay": CODE_WITH_OUTPUTS})
-    url = client.url.replace("redis://", "redis://viewer:secret@")
+    url = f"redis://viewer:secret@{urlsplit(client.url).netloc.rpartition('@')[2]}"
     for options, is_read in (((), False), (("--into", "out"), True)):
         rule = call("acl", "console", "--user", "viewer", "--stream", "orders", *options).out
         client.execute(*rule.split(), ">secret")
+        with Client(url) as viewer, pytest.raises(AccessDenied):
+            viewer.execute("XADD", "out", "*", "key", "of a viewer")
         with authorized(url, Level.PAYLOADS) as browser:
             page = browser.get(KEY)
         assert page.status == 200

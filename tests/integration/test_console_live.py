@@ -297,8 +297,10 @@ def test_an_open_page_of_a_key_shows_its_state_of_now_and_keeps_a_reason_that_is
     visit(browser, f"{started.url}/key?handler=shop.pay&stream=orders&key=failing+{SECRET}")
     browser.run("document.getElementById('reason-orders').focus(); window.focused = document.activeElement; 0")
     browser.command("Input.insertText", text="half a r")
+    outputs = browser.run("document.getElementById('outputs').innerText")
     filled.execute("HSET", KEYS.state, f"failing {SECRET}", msgspec.msgpack.encode({"count": "of now"}))
     await_text(browser, "of now")
+    assert "Last outputs" in outputs == browser.run("document.getElementById('outputs').innerText")
     assert browser.run("document.activeElement === window.focused && window.focused.value") == "half a r"
 
 

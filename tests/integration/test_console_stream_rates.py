@@ -1,10 +1,13 @@
 """The list of streams shows how many entries a second each gets, the busiest first if that is asked for."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from millstream.clock import Clock
 from millstream.redis_client.client import Client
 from millstream.services.console.app import ConsoleParts, make_console
 from millstream.services.console.client_pool import ClientPool
@@ -32,10 +35,11 @@ def rates(page: Page) -> list[tuple[str, str]]:
     return re.findall(row, page.html, re.DOTALL)
 
 
-def test_the_busiest_streams_come_first_once_the_console_has_read_them_twice(client: Client, tmp_path: Path) -> None:
-    add(client, a=30, b=20, c=10)
-    tokens, clients, clock = ConsoleTokens(), ClientPool(client.url), ManualClock()
-    tokens.read(write_tokens(tmp_path))
+@contextmanager
+def consoled(client: Client, folder: Path, clock: Clock) -> Iterator[tuple[ConsoleParts, Browser]]:
+    """A console whose rates have this clock, and a browser that has logged in."""
+    tokens, clients = ConsoleTokens(), ClientPool(client.url)
+    tokens.read(write_tokens(folder))
     parts = ConsoleParts(
         clients=clients,
         guard=make_guard(clients, tokens, None),
@@ -43,6 +47,16 @@ def test_the_busiest_streams_come_first_once_the_console_has_read_them_twice(cli
         rates=StreamRates(clock),
         redrives=PacedRedrives(client.url),
     )
+    with client_of(make_console(parts)) as http:
+        browser = Browser(http)
+        browser.log_in("figures")
+        yield parts, browser
+    clients.close()
+
+
+def test_the_busiest_streams_come_first_once_the_console_has_read_them_twice(client: Client, tmp_path: Path) -> None:
+    add(client, a=30, b=20, c=10)
+    clock = ManualClock()
 
     def read(browser: Browser, path: str) -> Page:
         """The page, some seconds after the one before."""
@@ -50,9 +64,7 @@ def test_the_busiest_streams_come_first_once_the_console_has_read_them_twice(cli
         parts.shared.clear()
         return browser.get(path)
 
-    with client_of(make_console(parts)) as http:
-        browser = Browser(http)
-        browser.log_in("figures")
+    with consoled(client, tmp_path, clock) as (parts, browser):
         page = read(browser, "/streams?prefix=calls:")
         assert rates(page) == [("a", "-"), ("b", "-"), ("c", "-")]
         assert UNKNOWN in page.text
@@ -66,4 +78,16 @@ def test_the_busiest_streams_come_first_once_the_console_has_read_them_twice(cli
         page = read(browser, "/streams?prefix=calls:&order=rate")
         assert rates(page) == [("b", "2,000"), ("Z", "0.0"), ("a", "0.0"), ("c", "0.0")]
         assert UNKNOWN not in page.text
-    clients.close()
+
+
+def test_a_rate_is_by_the_time_at_which_the_read_began(client: Client, tmp_path: Path) -> None:
+    class Adding(ManualClock):
+        """Each look at it is followed by an entry, which a read that begins then has, and one that is over has not."""
+
+        def monotonic_ms(self) -> float:
+            add(client, a=1)
+            return super().monotonic_ms()
+
+    add(client, a=1)
+    with consoled(client, tmp_path, Adding()) as (_, browser):
+        assert re.search(r'calls%3Aa".*?<td class="n">2</td>', browser.get("/streams?prefix=calls:").html, re.DOTALL)

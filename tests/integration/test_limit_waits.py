@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from millstream import Limit, Message, Retry
+from millstream.admin.value_redaction import hide_fields
 from millstream.delivery.running_code import code_of, report_code
 from millstream.observability import metrics as m
 from millstream.observability.metrics import Recorder
@@ -108,6 +109,12 @@ def test_a_deferred_key_on_spark_is_explained_likewise(
     with console(client.url, tmp_path, "payloads") as browser:
         for path in ("/stuck", "/handler?name=app.handle"):
             assert f"; it {in_words}" in browser.get(path).text
+    if limit.per:
+        with console(client.url, tmp_path, "payloads", redact=hide_fields(["tenant", "b"])) as browser:
+            for path in ("/stuck", "/handler?name=app.handle", "/key?handler=app.handle&key=k"):
+                text = browser.get(path).text
+                assert sentence[3:].replace(f" {value.decode()}", " (redacted)") in text
+                assert "acme" not in text
     assert not any("try it now" in one for one in explained(client, "k")["mend"])
     recorder = Recorder()
     report_batch(recorder, "app.handle", report)

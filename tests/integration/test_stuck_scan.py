@@ -6,6 +6,7 @@ import pytest
 
 from millstream.admin.stuck_places import StuckPlaces, StuckScan
 from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.key_names import HandlerKeys
 from millstream.services.console.app import ConsoleParts, make_console
 from millstream.services.console.client_pool import ClientPool
@@ -74,14 +75,32 @@ def test_a_scan_of_all_keys_at_once_misses_nothing_and_begins_anew(client: Clien
         assert scan.run(client) == StuckPlaces(found=[place(m) for m in range(n + 1)], is_partial=False, age_ms=None)
 
 
-def test_of_too_many_places_those_that_were_found_last_are_kept(client: Client) -> None:
+def test_of_too_many_places_those_that_were_found_first_are_kept_until_they_are_stuck_no_more(client: Client) -> None:
     add(client, *range(30))
     fill(client, 3_000)
-    scan = StuckScan(most=10, budget_ms=3_600_000)
-    seen = {keys for one in (*rounds_of(scan, client), *rounds_of(scan, client)) for keys in one.found}
-    assert len(seen) > 10
-    found = scan.run(client)
-    assert (len(found.found), found.is_partial) == (10, True)
+    scan = StuckScan(most=10, budget_ms=0)
+    first = rounds_of(scan, client)[-1]
+    assert (len(first.found), first.is_partial) == (10, True)
+    assert all(one.found == first.found for one in rounds_of(scan, client))
+    client.execute("DEL", *(keys.parked for keys in first.found[:4]))
+    rounds_of(scan, client)
+    later = rounds_of(scan, client)[-1]
+    assert (len(later.found), later.is_partial) == (10, True)
+    assert set(first.found) & set(later.found) == set(first.found[4:])
+
+
+def test_a_scan_begins_anew_once_another_process_serves_as_its_cursor_is_of_the_earlier_one(tmp_path: Path) -> None:
+    with EmbeddedServer(data_dir=tmp_path) as server, Client(server.url) as client:
+        add(client, *range(6_000))
+        scan = StuckScan(most=10_000, budget_ms=0)
+        before = [scan.run(client) for _ in range(3)][-1]
+        server.restart()
+        client.close()
+        client.execute("DEL", before.found[0].parked)
+        later = rounds_of(scan, client)
+    assert set(later[0].found) > set(before.found)
+    assert [one.is_partial for one in later] == [True] * (len(later) - 1) + [False]
+    assert (len(later[-1].found), before.found[0] in later[-1].found) == (5_999, False)
 
 
 def test_several_clients_continue_the_scan_of_a_cluster(request: pytest.FixtureRequest) -> None:

@@ -70,6 +70,16 @@ def test_a_worker_may_access_only_its_streams_and_the_keys_of_its_app(given: str
         assert not covers(found, key), key
 
 
+def test_a_console_may_only_read_output_streams_unless_another_role_of_its_user_writes_them() -> None:
+    of_console, of_both = (
+        acl_rule("u", roles, streams=["orders"], outputs=["out", "orders"], app="shop")
+        for roles in ([RoleName.CONSOLE], [RoleName.CONSOLE, RoleName.WORKER])
+    )
+    assert (of_console.read_keys, "out" in of_console.keys) == (("out",), False)
+    assert of_console.line.endswith(" %R~out")
+    assert (of_both.read_keys, "out" in of_both.keys, "%R~" in of_both.line) == ((), True, False)
+
+
 def test_a_producer_may_not_access_the_keys_of_handlers() -> None:
     found = acl_rule("u", [RoleName.PRODUCER], streams=["orders"], outputs=["out"]).keys
     names = StreamKeys("orders")

@@ -2,44 +2,74 @@
 
 import pytest
 
+from millstream.admin.reports import StreamReport
 from millstream.services.console.stream_rates import StreamRates
-from tests.support.clocks import ManualClock
 
 pytestmark = [pytest.mark.cli]
 
 
+def stream(name: str, added: int, *, first: int = 1, length: int | None = None) -> StreamReport:
+    """A stream to which so many entries were ever added, with consecutive ids."""
+    count = added if length is None else length
+    return StreamReport(
+        name=name,
+        length=count,
+        added=added,
+        first_id=f"{first}-0" if count else None,
+        last_id=f"{first + count - 1}-0" if count else None,
+        last_generated_id=f"{first + count - 1}-0",
+        oldest_age_ms=None,
+    )
+
+
+def update(rates: StreamRates, read_ms: float, **added: int) -> dict[str, float | None]:
+    return rates.update([stream(name, count) for name, count in added.items()], read_ms)
+
+
 def test_a_rate_is_that_between_two_reads_and_a_read_that_comes_too_soon_keeps_it() -> None:
-    clock = ManualClock(1_000.0)
-    rates = StreamRates(clock)
-    assert rates.update({"a": 100, "b": 7}) == {"a": None, "b": None}
-    clock.now_ms += 1_999
-    assert rates.update({"a": 150}) == {"a": None}
-    clock.now_ms += 3_001
-    assert rates.update({"a": 200, "c": 0}) == {"a": 20.0, "c": None}
-    clock.now_ms += 1_000
-    assert rates.update({"a": 900, "b": 7}) == {"a": 20.0, "b": 0.0}
-    clock.now_ms += 3_000
-    assert rates.update({"a": 1_000}) == {"a": 200.0}
+    rates = StreamRates()
+    assert update(rates, 1_000, a=100, b=7) == {"a": None, "b": None}
+    assert update(rates, 2_999, a=150) == {"a": None}
+    assert update(rates, 6_000, a=200, c=0) == {"a": 20.0, "c": None}
+    assert update(rates, 7_000, a=900, b=7) == {"a": 20.0, "b": 0.0}
+    assert update(rates, 10_000, a=1_000) == {"a": 200.0}
+
+
+def test_updates_of_two_viewers_that_come_in_the_other_order_keep_the_rate() -> None:
+    rates = StreamRates()
+    update(rates, 0, a=100)
+    assert update(rates, 5_000, a=200) == {"a": 20.0}
+    assert update(rates, 4_999, a=199) == {"a": 20.0}
+    assert update(rates, 0, a=100) == {"a": 20.0}
+    assert update(rates, 10_000, a=300) == {"a": 20.0}
 
 
 def test_a_stream_that_was_made_anew_or_read_long_ago_has_no_rate_before_its_next_read() -> None:
-    clock = ManualClock()
-    rates = StreamRates(clock)
-    rates.update({"a": 100, "b": 100})
-    clock.now_ms += 5_000
-    assert rates.update({"a": 50}) == {"a": None}
-    clock.now_ms += 5_000
-    assert rates.update({"a": 60}) == {"a": 2.0}
-    clock.now_ms += 290_001
-    assert rates.update({"b": 200}) == {"b": None}
+    rates = StreamRates()
+    update(rates, 0, a=100, b=100)
+    assert update(rates, 5_000, a=50) == {"a": None}
+    assert update(rates, 10_000, a=60) == {"a": 2.0}
+    assert update(rates, 300_001, b=200) == {"b": None}
+
+
+def test_a_stream_that_was_made_anew_has_no_rate_either_if_it_has_more_entries_now() -> None:
+    rates = StreamRates()
+    update(rates, 0, a=100)
+    assert rates.update([stream("a", 5_000, first=1_000)], 5_000) == {"a": None}
+    assert rates.update([stream("a", 6_000, first=1_000)], 10_000) == {"a": 200.0}
+
+
+def test_a_stream_that_was_trimmed_to_entries_since_the_last_read_has_a_rate() -> None:
+    rates = StreamRates()
+    update(rates, 0, a=100)
+    assert rates.update([stream("a", 5_100, first=5_001, length=100)], 5_000) == {"a": 1_000.0}
+    assert rates.update([stream("a", 10_100, first=10_101, length=0)], 10_000) == {"a": 1_000.0}
 
 
 def test_the_reads_of_the_streams_that_were_read_last_are_kept() -> None:
-    clock = ManualClock()
-    rates = StreamRates(clock)
-    rates.update({"first": 0, "second": 0})
-    rates.update({"first": 0})
-    rates.update({f"s{n}": 0 for n in range(19_999)})
-    clock.now_ms += 5_000
-    assert rates.update({"first": 5}) == {"first": 1.0}
-    assert rates.update({"second": 5}) == {"second": None}
+    rates = StreamRates()
+    update(rates, 0, first=0, second=0)
+    update(rates, 0, first=0)
+    update(rates, 0, **{f"s{n}": 0 for n in range(19_999)})
+    assert update(rates, 5_000, first=5) == {"first": 1.0}
+    assert update(rates, 5_000, second=5) == {"second": None}

@@ -139,7 +139,7 @@ class Role:
     * `scripts`, `direct`: the scripts that it runs, and the commands that it sends directly
     * `never_executed`: commands of these scripts that it never executes
     * `optional`: direct commands that it can do without, at a cost
-    * `writes`: it writes or reads output streams
+    * `outputs`: what it does with output streams; one that writes may read them, too
     * `scans`: when it scans for streams
     * `reads_streams`: it accesses the streams themselves
     * `stream_keys`: the suffixes of millstream's keys of a stream, with `{app}` for the app's name
@@ -151,7 +151,7 @@ class Role:
     direct: str
     never_executed: str = ""
     optional: str = ""
-    writes: bool = True
+    outputs: Literal["none", "reads", "writes"] = "none"
     scans: Literal["never", "by pattern", "always"] = "by pattern"
     reads_streams: bool = True
     stream_keys: Sequence[str] = ()
@@ -216,6 +216,7 @@ ROLES: Mapping[RoleName, Role] = {
         direct="blpop exists hdel hget hmget hscan hset lpop ltrim rpush xack xclaim xlen xpending xrange xread xreadgroup",
         optional="client|tracking info",
         never_executed="hvals",
+        outputs="writes",
         stream_keys=(_HANDLERS, *_DELAYED, "schedules", *_PARTITION_MAP),
         app_keys=(f"{PREFIX}:worker:{{app}}:*",),
     ),
@@ -240,6 +241,7 @@ ROLES: Mapping[RoleName, Role] = {
         "xinfo|stream xlen xpending xrange xreadgroup xrevrange zcard",
         optional="client|tracking info",
         never_executed="lpush",
+        outputs="writes",
         stream_keys=(_HANDLERS, *_DELAYED, *_PARTITION_MAP),
         app_keys=(f"{PREFIX}:worker:{{app}}:*",),
     ),
@@ -247,19 +249,16 @@ ROLES: Mapping[RoleName, Role] = {
         scripts=(),
         direct="client|reply xgroup|create xgroup|destroy xgroup|setid xinfo|groups xinfo|stream xrange xreadgroup",
         optional="client|tracking",
-        writes=False,
     ),
     RoleName.GROUP_SOURCE: Role(
         scripts=("groups/claim_idle_batch", "groups/fill_batch", "groups/renew_batch", "groups/ack_batch"),
         direct="client|reply hget hincrby hmget llen lrange time unlink xgroup|create xinfo|groups xinfo|stream xpending xrange "
         "xreadgroup",
-        writes=False,
         stream_keys=("batch:*",),
     ),
     RoleName.STATE_SOURCE: Role(
         scripts=(),
         direct="hget hlen hscan",
-        writes=False,
         reads_streams=False,
         stream_keys=("{app}.*:state", "{app}.*:meta"),
     ),
@@ -275,7 +274,6 @@ ROLES: Mapping[RoleName, Role] = {
             "sink/upsert",
         ),
         direct="hmget sadd smembers srem unlink",
-        writes=False,
         scans="never",
         stream_keys=("sink:*",),
         app_keys=(f"{PREFIX}:{{{{sink:*",),
@@ -283,14 +281,12 @@ ROLES: Mapping[RoleName, Role] = {
     RoleName.PRODUCER: Role(
         scripts=("producer/publish", "producer/cancel_delayed", *_GROW),
         direct="get hget ping wait zcard zrange",
-        writes=False,
         scans="never",
         stream_keys=(*_DELAYED, *_PARTITION_MAP, "producer:*", "dedupe:*"),
     ),
     RoleName.LEASES: Role(
         scripts=("leases/heartbeat", "leases/claim_stream", "leases/end_leases", "leases/leave_service"),
         direct="xadd xread",
-        writes=False,
         scans="never",
         reads_streams=False,
         uses_services=True,
@@ -315,21 +311,18 @@ ROLES: Mapping[RoleName, Role] = {
         "zmscore zrange",
         optional="info",
         never_executed="get set hpexpire hpexpireat hpexpiretime hrandfield xinfo|stream",
-        writes=False,
         scans="never",
         stream_keys=(f"{MASTER}.*",),
     ),
-    RoleName.CONSUMER: Role(scripts=("groups/ack_owned",), direct="xreadgroup", writes=False, scans="never"),
+    RoleName.CONSUMER: Role(scripts=("groups/ack_owned",), direct="xreadgroup", scans="never"),
     RoleName.ROUTER: Role(
         scripts=(),
         direct="client|setname client|tracking ping xinfo|stream xrange xread",
-        writes=False,
         scans="never",
     ),
     RoleName.EXPORTER: Role(
         scripts=_FIGURES,
         direct="hlen hmget hscan lindex llen lrange time xinfo|groups xinfo|stream xlen xpending xrange zcard zrange",
-        writes=False,
         scans="always",
         stream_keys=(_HANDLERS, "due"),
     ),
@@ -350,6 +343,7 @@ ROLES: Mapping[RoleName, Role] = {
         optional="client|tracking",
         never_executed="sadd scard srandmember",
         scans="always",
+        outputs="writes",
         stream_keys=("*",),
         app_keys=(f"{PREFIX}:worker:{{app}}:*", audit_key()),
         uses_services=True,
@@ -363,11 +357,12 @@ ROLES: Mapping[RoleName, Role] = {
             "shared/hold_members",
             "shared/hold_name",
         ),
-        direct="exists get hdel hget hgetall hlen hmget hscan hset lindex llen lrange ping set time xadd xdel "
+        direct="exists get hdel hget hgetall hlen hmget hscan hset info lindex llen lrange ping set time xadd xdel "
         "xgroup|setid xinfo|consumers xinfo|groups xinfo|stream xlen xpending xrange xrevrange zadd zcard zmscore zrange "
         "zremrangebyrank zremrangebyscore",
         never_executed="hkeys unlink",
         scans="always",
+        outputs="reads",
         stream_keys=("*",),
         app_keys=(
             f"{PREFIX}:worker:{{app}}:*",
@@ -386,18 +381,22 @@ _READ_REPLICAS = (RoleName.SPARK, RoleName.SOURCE, RoleName.GROUP_SOURCE)
 
 @dataclass(frozen=True, kw_only=True)
 class AclRule:
-    """The rights of one user: subcommands are written as `xgroup|create`, keys are glob patterns."""
+    """The rights of one user: subcommands are written as `xgroup|create`, keys are glob patterns.
+
+    `read_keys`: further keys, which it may only read.
+    """
 
     user: str
     roles: tuple[RoleName, ...]
     commands: tuple[str, ...]
     keys: tuple[str, ...]
+    read_keys: tuple[str, ...] = ()
 
     @property
     def line(self) -> str:
         """The Redis command that sets exactly these rights, replaces all earlier ones, and keeps the passwords."""
         rights = " ".join(f"+{command}" for command in self.commands)
-        keys = " ".join(f"~{key}" for key in self.keys)
+        keys = " ".join((*(f"~{key}" for key in self.keys), *(f"%R~{key}" for key in self.read_keys)))
         return f"ACL SETUSER {self.user} on clearselectors resetkeys resetchannels -@all {rights} {keys}"
 
 
@@ -434,18 +433,24 @@ def acl_rule(
         commands |= {"info", "readonly"} if cluster else {"info"}
     touched = streams if any(ROLES[role].reads_streams for role in roles) else ()
     keys = dict.fromkeys(map(_literal, touched))
+    read_keys: dict[str, None] = {}
     if any(ROLES[role].uses_services for role in roles):
         serving = ANY if RoleName.LEASES in roles and not services else None
         keys |= dict.fromkeys(_service_keys(services, app or serving))
     for role in map(ROLES.__getitem__, roles):
         commands |= role.commands(by_pattern=by_pattern, state_ttl=state_ttl)
-        keys |= dict.fromkeys(map(_literal, outputs if role.writes else ()))
+        keys |= dict.fromkeys(map(_literal, outputs if role.outputs == "writes" else ()))
+        read_keys |= dict.fromkeys(map(_literal, outputs if role.outputs == "reads" else ()))
         keys |= dict.fromkeys(
             f"{_base(stream)}:{kind.format(app=named)}" for stream in streams for kind in role.stream_keys
         )
         keys |= dict.fromkeys(kind.format(app=named) for kind in role.app_keys)
     return AclRule(
-        user=user, roles=tuple(roles), commands=tuple(sorted(commands)), keys=(ANY,) if ANY in keys else tuple(keys)
+        user=user,
+        roles=tuple(roles),
+        commands=tuple(sorted(commands)),
+        keys=(ANY,) if ANY in keys else tuple(keys),
+        read_keys=() if ANY in keys else tuple(one for one in read_keys if one not in keys),
     )
 
 

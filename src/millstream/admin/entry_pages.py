@@ -7,7 +7,8 @@ from millstream.model import EntryId
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import to_wire
 
-_AT_ONCE, _MOST_AT_ONCE = 5, 50
+_AT_ONCE, _MOST_AT_ONCE = 5, 10
+"""Redis does not report the size of an entry beforehand: so many more than fit may be read where large ones begin."""
 _MOST_BYTES = 1_000_000
 
 
@@ -22,9 +23,9 @@ class EntryPage:
 
 
 def read_entries(client: Client, stream: str, start: str, *, most: int = 50) -> EntryPage:
-    """Read a page that begins at the id `start`: at most `most` entries, fewer if they have about a million bytes.
+    """Read a page that begins at the id `start`: at most `most` entries, up to the one that makes a million bytes.
 
-    Raises RedisError.
+    It reads at most four more. Raises RedisError.
     """
     found: list[tuple[str, Sequence[bytes]]] = []
     size = 0
@@ -41,7 +42,10 @@ def read_entries(client: Client, stream: str, start: str, *, most: int = 50) -> 
 
 
 def newest_first(client: Client, stream: str, *, most: int) -> Iterator[tuple[str, Sequence[bytes]]]:
-    """The last entries, the newest first: at most `most`, fewer if they have about a million bytes. Raises RedisError."""
+    """The last entries, the newest first: at most `most`, and at most nine after the one that makes a million bytes.
+
+    Raises RedisError.
+    """
     count, size, end, at_once = 0, 0, "+", _AT_ONCE
     while count < most and size < _MOST_BYTES:
         some = client.execute("XREVRANGE", to_wire(stream), end, "-", "COUNT", min(at_once, most - count))
@@ -68,7 +72,7 @@ class NewestEntries:
 
 
 def read_newest(client: Client, stream: str, seen: str | None, *, most: int = 50) -> NewestEntries:
-    """Read the last entries: at most `most`, fewer if they have about a million bytes. `seen`: the last id seen before.
+    """Read the last entries, as `newest_first`. `seen`: the last id seen before.
 
     Raises RedisError.
     """

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from millstream.admin.delayed_streams import DelayedStream
 from millstream.admin.findings import quoted, start_command
 from millstream.admin.key_queues import KeyQueue, explain, is_blocked
-from millstream.admin.limit_waits import LimitWait
+from millstream.admin.limit_waits import LimitWait, ShowValue, show_value
 from millstream.admin.reports import HandlerReport
 from millstream.delivery.last_error import LastError
 from millstream.delivery.long_runs import LongRun
@@ -89,13 +89,13 @@ class KeyExplanation:
         return " ".join(f"{one.removesuffix('.')}." for one in self.sentences)
 
 
-def explain_key(report: KeyReport) -> KeyExplanation:
+def explain_key(report: KeyReport, show: ShowValue = show_value) -> KeyExplanation:
     """Explain the state of a key, the most decisive reason first."""
-    sentences = (*_of_queue(report), *_of_handler(report), *_of_dead_letters(report))
+    sentences = (*_of_queue(report, show), *_of_handler(report), *_of_dead_letters(report))
     return KeyExplanation(sentences=sentences, mend=tuple(dict.fromkeys(_mend(report))))
 
 
-def _of_queue(report: KeyReport) -> Iterator[str]:
+def _of_queue(report: KeyReport, show: ShowValue) -> Iterator[str]:
     handler, queue, last = report.handler, report.queue, report.last
     name = f"Key {escape(report.key)} of {handler.label} on {escape(handler.stream)}"
     if queue is None:
@@ -112,7 +112,7 @@ def _of_queue(report: KeyReport) -> Iterator[str]:
             f"ends it after {format_age(run.time_limit_ms)}"
         )
     if report.limit is not None:
-        yield f"It {report.limit.describe(handler.label)}"
+        yield f"It {report.limit.describe(handler.label, show)}"
     if report.is_migrating:
         yield "It goes on by itself when its messages in the earlier partition are done"
     if last.error:

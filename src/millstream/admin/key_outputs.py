@@ -48,10 +48,11 @@ class KeyOutputs:
 
 
 def find_key_outputs(client: Client, keys: HandlerKeys, key: bytes) -> KeyOutputs:
-    """Find the last 10 outputs of a key of the handler among the last 1,000 entries, or a million bytes, of each stream.
+    """Find the last 10 outputs of a key of the handler among the last entries of each stream.
 
-    Redis does not record which handler has written an entry, nor for which key: the search is by the field of the key, as
-    the running code reports it. Raises RedisError.
+    It looks at 1,000 of them, or at those of `newest_first` that make a million bytes. Redis does not record which
+    handler has written an entry, nor for which key: the search is by the field of the key, as the running code reports
+    it. Raises RedisError.
     """
     codes = read_code(client, [(keys.app, keys.handler)])[keys.app, keys.handler]
     places = {(one.settings["into"], one.key_field) for one in codes if "into" in one.settings and one.key_field}
@@ -66,7 +67,13 @@ def _reasons(label: str, codes: Sequence[RunningCode]) -> Iterator[str]:
         yield f"No worker and no run reports the settings of {label} now, so its output stream is not known here."
     elif not any("into" in one.settings for one in codes):
         yield f"{label} has no into=, so it writes no outputs."
-    if any("into" in one.settings and not one.key_field for one in codes):
+    fields = {one.key_field for one in codes if "into" in one.settings}
+    if None in fields:
+        yield (
+            f"An earlier version of millstream runs {label} and does not report its key, so its outputs are not looked "
+            "for."
+        )
+    if "" in fields:
         yield f"The key of {label} is not a field of its messages, so its outputs are not looked for."
 
 

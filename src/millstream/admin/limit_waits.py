@@ -1,7 +1,7 @@
 """LimitWait: what a key waits for whose first message was refused a permit of its handler's limit."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final
@@ -25,6 +25,15 @@ _QUEUES_PER_READ: Final = 20
 """Of so many queues the first messages are in memory at once."""
 
 
+ShowValue = Callable[[Sequence[str], bytes], str]
+"""Gets a value and the names of the fields that have it, escaped, and returns the text to show."""
+
+
+def show_value(names: Sequence[str], value: bytes) -> str:  # noqa: ARG001 - as every ShowValue
+    """A ShowValue that hides nothing."""
+    return escape(value)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LimitWait:
     """The limit that a key waits for.
@@ -42,15 +51,15 @@ class LimitWait:
     waiting: int
     rate_wait_ms: int
 
-    def describe(self, handler: str) -> str:
+    def describe(self, handler: str, show: ShowValue = show_value) -> str:
         """What a key of the handler waits for, in words that follow the key."""
-        return f"waits for the limit of {handler}{self._of}: {', '.join(self._figures())}"
+        return f"waits for the limit of {handler}{self._of(show)}: {', '.join(self._figures())}"
 
-    @property
-    def _of(self) -> str:
+    def _of(self, show: ShowValue) -> str:
         if not self.value:
             return ""
-        return f" for {' or '.join(map(escape, self.fields))} {escape(self.value)}"
+        names = [escape(one) for one in self.fields]
+        return f" for {' or '.join(names)} {show(names, self.value)}"
 
     def _figures(self) -> Iterator[str]:
         if self.running:
@@ -60,10 +69,12 @@ class LimitWait:
         yield pluralize(self.waiting, "key waits for it", "keys wait for it")
 
 
-def explain_wait(keys: HandlerKeys, queue: KeyQueue, last: LastError, limit: LimitWait | None) -> str:
+def explain_wait(
+    keys: HandlerKeys, queue: KeyQueue, last: LastError, limit: LimitWait | None, show: ShowValue = show_value
+) -> str:
     """Return what a key queue waits for, in words, its limit included; `last`: its last error, as far as it is known."""
     why = explain(queue, last)
-    return why if limit is None else f"{why}; it {limit.describe(keys.label)}"
+    return why if limit is None else f"{why}; it {limit.describe(keys.label, show)}"
 
 
 def find_limit_waits(client: Client, queues: Sequence[tuple[HandlerKeys, KeyQueue]]) -> list[LimitWait | None]:

@@ -13,7 +13,7 @@ from millstream.admin.findings import Finding, run_check
 from millstream.errors import AccessDenied, RedisError, Unavailable
 from millstream.redis_client.client import Client
 from millstream.redis_client.redaction import redact_url
-from millstream.redis_client.replies import mapping_of
+from millstream.redis_client.replies import fields_of_info, mapping_of
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def read_servers(client: Client) -> list[Server]:
         Server(
             cli=redis_cli(client.url, address),
             name=address if len(replies) > 1 else "",
-            info=_to_info(reply),
+            info=fields_of_info(reply),
             settings=functools.partial(_settings_of, settings, address),
         )
         for address, reply in replies
@@ -414,11 +414,6 @@ def _settings_of(read: Callable[[], Mapping[str, Mapping[str, str]]], address: s
     if found is None:  # a failover has come between the two commands
         raise Unavailable(f"the primary {address} was replaced during the check")
     return found
-
-
-def _to_info(reply: bytes) -> dict[str, str]:
-    lines = (line.partition(":") for line in reply.decode("utf-8", "replace").splitlines())
-    return {name: value for name, colon, value in lines if colon}
 
 
 def redis_cli(url: str, address: str) -> str:

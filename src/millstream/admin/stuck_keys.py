@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from millstream.admin.inspection import existing_handlers
 from millstream.admin.key_listing import read_key_queues
 from millstream.admin.key_queues import KeyQueue, count_suspected_keys, is_stuck, last_errors
-from millstream.admin.limit_waits import LimitWait, explain_wait, find_limit_waits
+from millstream.admin.limit_waits import LimitWait, ShowValue, explain_wait, find_limit_waits
 from millstream.admin.stuck_places import StuckScan
 from millstream.delivery.last_error import LastError
 from millstream.delivery.long_runs import LongRun, read_long_runs
@@ -22,17 +22,19 @@ _MOST_TOGETHER = 20_000
 
 @dataclass(frozen=True, kw_only=True)
 class StuckKey:
-    """A stuck key of a handler on a stream, why the last attempt on its first message failed, and the limit that this waits for."""
+    """A stuck key of a handler on a stream.
+
+    * `last`: why the last attempt on its first message failed; `limit`: the limit that this message waits for
+    """
 
     keys: HandlerKeys
     queue: KeyQueue
     last: LastError
     limit: LimitWait | None
 
-    @property
-    def why(self) -> str:
+    def why(self, show: ShowValue) -> str:
         """Why the key waits, in words."""
-        return explain_wait(self.keys, self.queue, self.last, self.limit)
+        return explain_wait(self.keys, self.queue, self.last, self.limit, show)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +77,10 @@ class StuckOverview:
 def read_stuck_keys(
     client: Client, existing: Sequence[HandlerKeys], long_runs: Sequence[LongRun], *, most: int
 ) -> StuckKeys:
-    """The stuck keys of these handlers, at most `most`, with those whose message has been running for long. Raises RedisError."""
+    """The stuck keys of these handlers, at most `most`, with those whose message has been running for long.
+
+    Raises RedisError.
+    """
     running = {(one.handler, one.stream, one.id) for one in long_runs}
     unreadable: list[str] = []
 

@@ -9,6 +9,7 @@ from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import ConfigError
 from millstream.redis_client.client import SCAN_START, Client
 from millstream.redis_client.key_names import PREFIX, HandlerKeys, from_wire
+from millstream.redis_client.replies import fields_of_info
 
 _KINDS = (HandlerKeys.dead_letters, HandlerKeys.parked, HandlerKeys.backoff, HandlerKeys.crashes)
 """Redis deletes these keys when they are empty, so that their names suffice."""
@@ -33,8 +34,9 @@ class StuckPlaces:
 class StuckScan:
     """Finds where messages are stuck, of `app` or all, by scans of the names of all keys. May be used by any thread.
 
-    Each scan takes at most `budget_ms` milliseconds, and continues where the one before has stopped. What was found is kept
-    until its part is scanned again, at most `most` places, those that were found last.
+    Each scan takes at most `budget_ms` milliseconds, and continues where the one before has stopped; after a restart or
+    a failover of a server it begins anew, as its cursor is of the earlier process. What was found is kept until all
+    names are scanned again, at most `most` places: others are added when some of these are stuck no more.
     """
 
     def __init__(
@@ -46,15 +48,17 @@ class StuckScan:
         self._clock = clock
         self._lock = threading.Lock()
         self._position = SCAN_START
+        self._servers: list[str] = []  # those that the position is of
         self._round = 0
         self._round_began_ms = 0.0
         self._scanned_since_ms: float | None = None
-        self._found: dict[HandlerKeys, int] = {}  # the round in which each was found last, in the order of these times
+        self._found: dict[HandlerKeys, int] = {}  # the round in which each was found last
 
     def run(self, client: Client) -> StuckPlaces:
         """Scan on, and return what is known. Raises RedisError."""
         with self._lock:
             began_ms = self._clock.monotonic_ms()
+            self._check_servers(client)
             is_first = self._position == SCAN_START
             if is_first:
                 self._round_began_ms = began_ms
@@ -66,17 +70,22 @@ class StuckScan:
                 age_ms=None if is_whole or since_ms is None else self._clock.monotonic_ms() - since_ms,
             )
 
+    def _check_servers(self, client: Client) -> None:
+        """Begin a round anew if its position is of other processes of servers, or of servers in another order."""
+        servers = [fields_of_info(one).get("run_id", "") for _, one in client.execute_on_primaries("INFO", "server")]
+        if servers != self._servers:
+            self._servers = servers
+            self._position = SCAN_START
+            self._round += 1
+
     def _scan(self, client: Client, end_ms: float) -> bool:
-        """Scan until all names are scanned, it has found enough, or the time is over. Return whether all are."""
-        count = 0
+        """Scan until all names are scanned, or the time is over. Return whether all are."""
         for page, position in client.scan_keys_from(_PATTERN, self._position):
             self._position = position
             for keys in filter(None, map(self._place_of, page)):
-                count += self._found.pop(keys, -1) != self._round
-                self._found[keys] = self._round
-            while len(self._found) > self._most:
-                del self._found[next(iter(self._found))]
-            if count >= self._most or self._clock.monotonic_ms() >= end_ms:
+                if keys in self._found or len(self._found) < self._most:
+                    self._found[keys] = self._round
+            if self._clock.monotonic_ms() >= end_ms:
                 return False
         self._found = {keys: last for keys, last in self._found.items() if last == self._round}
         self._scanned_since_ms = self._round_began_ms

@@ -22,14 +22,15 @@ class RunningCode(msgspec.Struct, frozen=True, kw_only=True):
 
     * `version`: of millstream, "" if unknown; `source`: the file of the handler and a digest of it, "" if unknown
     * `settings`: as text, by the names of `App.handler`, escaped
-    * `key_field`: the field that it is keyed by, escaped; "" without a key, and for a key function
+    * `key_field`: the field that it is keyed by, escaped; "" without a key, and for a key function; None if it is not
+      reported, by an earlier version of millstream
     """
 
     engine: Literal["workers", "spark"]
     version: str
     source: str
     settings: Mapping[str, str]
-    key_field: str = ""
+    key_field: str | None = None
 
 
 def code_of(

@@ -1,4 +1,4 @@
-"""Parsers of replies of Redis: alternating names and values as pairs, and the server's time."""
+"""Parsers of replies of Redis: alternating names and values as pairs, the fields of INFO, and the server's time."""
 
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
@@ -14,6 +14,12 @@ def pairs_of(items: Sequence[T]) -> Iterator[tuple[T, T]]:
 def mapping_of(items: Sequence[T]) -> dict[T, T]:
     """Return such a reply as a mapping."""
     return dict(pairs_of(items))
+
+
+def fields_of_info(reply: bytes) -> dict[str, str]:
+    """Return the fields of a reply to INFO."""
+    lines = (line.partition(":") for line in reply.decode("utf-8", "replace").splitlines())
+    return {name: value for name, colon, value in lines if colon}
 
 
 def time_us_of(reply: Sequence[bytes]) -> int:

@@ -28,7 +28,11 @@ class Display:
 
     def value(self, name: str, value: bytes) -> str:
         """The value of a field, as one printable text."""
-        return _cut(self.redact(name, escape(value)))
+        return self.value_of((name,), value)
+
+    def value_of(self, names: Sequence[str], value: bytes) -> str:
+        """The value of all these fields, hidden if that of one of them is."""
+        return _cut(self._redact_by(names, escape(value)))
 
     def fields(self, pairs: Sequence[bytes]) -> list[tuple[str, str]]:
         """Names and values of an entry."""
@@ -59,7 +63,7 @@ class Display:
         redacted = self._redact_by(names, shown)
         return value if redacted == shown else redacted
 
-    def _redact_by(self, names: tuple[str, ...], text: str) -> str:
+    def _redact_by(self, names: Sequence[str], text: str) -> str:
         for name in names:
             text = self.redact(name, text)
         return text

@@ -1,10 +1,12 @@
 """StreamRates: how many entries a second each stream gets, by two reads of the console."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from millstream.admin.reports import StreamReport
 from millstream.clock import SYSTEM_CLOCK, Clock
+from millstream.model import EntryId
 
 _LEAST_MS, _MOST_MS = 2_000.0, 300_000.0
 _MOST_STREAMS = 20_000
@@ -13,14 +15,15 @@ _MOST_STREAMS = 20_000
 class _Read(NamedTuple):
     at_ms: float
     added: int
+    last_id: EntryId
     rate: float | None
 
 
 class StreamRates:
     """The rates of streams, by the reads of all viewers. May be used by any thread.
 
-    A rate is that between two reads from 2 seconds to 5 minutes apart. A read that comes sooner keeps the rate of the one
-    before. It keeps the reads of the 20,000 streams that were read last.
+    A rate is that between two reads from 2 seconds to 5 minutes apart. A read that comes sooner keeps the rate of the
+    one before. It keeps the reads of the 20,000 streams that were read last.
     """
 
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
@@ -28,22 +31,39 @@ class StreamRates:
         self._lock = threading.Lock()
         self._known: dict[str, _Read] = {}
 
-    def update(self, added: Mapping[str, int]) -> dict[str, float | None]:
-        """Entries a second of each of these streams; None if this is the first read. `added`: entries ever added, as just read."""
+    def now_ms(self) -> float:
+        """The time of a read that begins now."""
+        return self._clock.monotonic_ms()
+
+    def update(self, streams: Sequence[StreamReport], read_ms: float) -> dict[str, float | None]:
+        """Entries a second of each of these streams, by name; None if this is the first read.
+
+        `read_ms`: `now_ms` when the read of `streams` began. An update may come after that of a later read.
+        """
         with self._lock:
-            now_ms = self._clock.monotonic_ms()
-            for name, count in added.items():
-                last = self._known.pop(name, None)
-                self._known[name] = _next_read(last, count, now_ms)  # behind those that were read before
-            rates = {name: self._known[name].rate for name in added}
+            for one in streams:
+                last = self._known.pop(one.name, None)
+                self._known[one.name] = _next_read(last, one, read_ms)  # behind those that were read before
+            rates = {one.name: self._known[one.name].rate for one in streams}
             while len(self._known) > _MOST_STREAMS:
                 del self._known[next(iter(self._known))]
         return rates
 
 
-def _next_read(last: _Read | None, added: int, now_ms: float) -> _Read:
-    if last is None or added < last.added or now_ms - last.at_ms > _MOST_MS:  # less than before: another stream
-        return _Read(now_ms, added, None)
-    if now_ms - last.at_ms < _LEAST_MS:
+def _next_read(last: _Read | None, stream: StreamReport, read_ms: float) -> _Read:
+    if last is not None and read_ms - last.at_ms < _LEAST_MS:
         return last
-    return _Read(now_ms, added, (added - last.added) * 1000 / (now_ms - last.at_ms))
+    last_id = EntryId.parse(stream.last_generated_id)
+    if last is None or read_ms - last.at_ms > _MOST_MS or _is_another(stream, last):
+        return _Read(read_ms, stream.added, last_id, None)
+    return _Read(read_ms, stream.added, last_id, (stream.added - last.added) * 1000 / (read_ms - last.at_ms))
+
+
+def _is_another(stream: StreamReport, last: _Read) -> bool:
+    """Whether the stream was deleted since, and there is another one of its name.
+
+    Of a stream that was trimmed meanwhile the first id is a new one, too, but it has no more entries than were added
+    since.
+    """
+    has_only_new = stream.first_id is not None and EntryId.parse(stream.first_id) > last.last_id
+    return stream.added < last.added or (has_only_new and stream.length > stream.added - last.added)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import ConfigError, RedisError, Unavailable
 from millstream.redis_client.client import Client, raise_if_error
+from millstream.redis_client.replies import fields_of_info
 from millstream.redis_client.resp import Command, Node, Reply, ReplySize
 from millstream.redis_client.urls import Shard
 from millstream.spark.source.row_decoder import Entry
@@ -157,7 +158,7 @@ class ReplicaReads:
     def _find_replicas(self, shard: Shard, command: Command) -> _ReplicaRoute | None:
         """Fetch the primary's replication offset and its replicas. Raises Unavailable."""
         try:
-            info = _parse_info(self._client.execute_on_node_of(command[1], *_INFO))
+            info = fields_of_info(self._client.execute_on_node_of(command[1], *_INFO))
             point = ReplicationOffset(info["master_replid"], int(info["master_repl_offset"]))
             nodes = list(shard.replicas if shard.replicas is not None else _connected_replicas(info))
         except Unavailable:
@@ -215,15 +216,9 @@ class ReplicaReads:
             pause_ms *= 2
 
 
-def _parse_info(reply: Reply) -> dict[str, str]:
-    """The fields of a reply to INFO."""
-    lines = raise_if_error(reply).decode("utf-8", "replace").splitlines()
-    return dict(line.split(":", 1) for line in lines if ":" in line)
-
-
 def _offset_of(reply: Reply) -> ReplicationOffset:
     """The replication offset of a replica. Raises Unavailable if its data may differ from what its primary sent."""
-    info = _parse_info(reply)
+    info = fields_of_info(raise_if_error(reply))
     if "slave_repl_offset" not in info:
         raise Unavailable("it is not a replica now")
     if info.get("slave_read_only") != "1":

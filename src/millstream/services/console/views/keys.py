@@ -37,7 +37,7 @@ def key(page: PageRequest) -> Response:
     places = page.places_of(name, stream)
     shown = places[:_MOST_STREAMS]
     found = read_key(page.client, shown, data)
-    outputs = find_key_outputs(page.client, places[0], data)
+    outputs = None if page.is_renewal else find_key_outputs(page.client, places[0], data)
     return page.render(
         "key.html",
         name=name,
@@ -46,8 +46,10 @@ def key(page: PageRequest) -> Response:
         found=[(one, _texts_of(page, one)) for one in found if len(shown) == 1 or one.has_content]
         or [(found[0], _texts_of(page, found[0]))],
         more=len(places) - len(shown),
-        searches=[(one, page.display.text(one.problem), _outputs_of(page, one)) for one in outputs.searches],
-        reasons=outputs.reasons,
+        outputs=outputs,
+        searches=[(one, page.display.text(one.problem), _outputs_of(page, one)) for one in outputs.searches]
+        if outputs
+        else [],
         done_texts=_DONE,
     )
 
@@ -171,7 +173,7 @@ def _confirm(
 
 
 def _texts_of(page: PageRequest, one: KeyDetails) -> dict[str, object]:
-    display, explanation = page.display, explain_key(one.report)
+    display, explanation = page.display, explain_key(one.report, page.display.value_of)
     return {
         "why": display.text(explanation.text),
         "mend": [display.text(command) for command in explanation.mend],

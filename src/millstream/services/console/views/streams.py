@@ -68,8 +68,9 @@ def _list_all(page: PageRequest, names: Sequence[str]) -> list[ListedStream]:
 
 def _list(page: PageRequest, names: Sequence[str]) -> list[ListedStream]:
     """These streams with their rates, by this read and the one before."""
+    read_ms = page.rates.now_ms()
     found = list_streams(page.client, names, budget_ms=_COUNT_MS)
-    rates = page.rates.update({one.stream.name: one.stream.added for one in found})
+    rates = page.rates.update([one.stream for one in found], read_ms)
     return [replace(one, rate=rates[one.stream.name]) for one in found]
 
 

@@ -61,7 +61,7 @@ def rows_of(page: PageRequest, found: Sequence[StuckKey]) -> list[dict[str, obje
             "key": page.display.key(one.queue.key),
             "link": place and page.url("/key", **place),
             "packed": place and urlencode(place, errors="surrogateescape"),
-            "why": page.display.text(one.why),
+            "why": page.display.text(one.why(page.display.value_of)),
             "error": page.display.text(one.last.error, "error"),
         }
         for one, place in ((one, _place_of(page, one)) for one in found)
