@@ -175,10 +175,8 @@ class _Redrive:
             threading.Thread(target=self._run, name="millstream-redrive", daemon=True).start()
         except (RedisError, RuntimeError) as error:  # a thread that cannot start is a RuntimeError
             self._remove_report(client)
-            with suppress(RedisError):
-                log.end(
-                    record, failed_result(str(error), self._found.figures)
-                )  # also if Unavailable: nothing is redriven
+            with suppress(RedisError):  # as a text: even after Unavailable nothing was redriven
+                log.end(record, failed_result(str(error), self._found.figures))
             raise
 
     def _run(self) -> None:
@@ -198,7 +196,7 @@ class _Redrive:
             result, is_early = self._summary(), self._found.left and self._why_stopped != _BY_AN_OPERATOR
         except MillstreamError as error:
             result, is_early = failed_result(error, self._found.figures), True
-        except Exception:
+        except Exception:  # a mistake of ours: without a result it would be shown as under way
             logger.exception("redrive of %s failed", self.handler)
             result, is_early = failed_result("internal error", self._found.figures), True
         logger.log(
