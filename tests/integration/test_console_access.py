@@ -24,7 +24,7 @@ from millstream.services.console import Level, Viewer, console_app
 from millstream.services.console.app import ConsoleParts, make_console
 from millstream.services.console.client_pool import ClientPool
 from millstream.services.console.guard import make_guard
-from millstream.services.console.paced_redrives import PacedRedrives
+from millstream.services.console.redrive_threads import RedriveThreads
 from millstream.services.console.rendering import render
 from millstream.services.console.rights import ConsoleTokens
 from millstream.services.console.secure_headers import SECURE_HEADERS
@@ -126,7 +126,7 @@ def test_every_route_is_in_the_table_of_rights_or_is_open_to_all(client: Client,
     tokens, clients = ConsoleTokens(), ClientPool(client.url)
     tokens.read(write_tokens(tmp_path))
     guard = make_guard(clients, tokens, None)
-    names, redrives = StreamNames(client.url), PacedRedrives(client.url)
+    names, redrives = StreamNames(client.url), RedriveThreads(client.url)
     app = make_console(ConsoleParts(clients=clients, guard=guard, names=names, redrives=redrives))
     routes = [one for one in app.routes if isinstance(one, Route)]
     assert len(routes) == len(app.routes)

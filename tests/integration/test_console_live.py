@@ -25,7 +25,7 @@ from millstream.services.console.client_pool import ClientPool
 from millstream.services.console.ended_sessions import EndedSessions
 from millstream.services.console.guard import make_guard
 from millstream.services.console.live_reads import LiveReads
-from millstream.services.console.paced_redrives import PacedRedrives
+from millstream.services.console.redrive_threads import RedriveThreads
 from millstream.services.console.rights import ConsoleTokens, Level
 from millstream.services.console.sessions import SESSION_COOKIE, Sessions
 from millstream.services.console.stream_names import StreamNames
@@ -79,7 +79,7 @@ def renewal_commands(url: str, folder: Path, path: str, viewers: int) -> Counter
     seen = LiveReads[Mapping[bytes, bool]](keep_ms=HOUR_MS)
     guard = dataclasses.replace(guard, ended=EndedSessions(clients, reads=seen))
     names = StreamNames(url, wait_ms=HOUR_MS)
-    live, redrives = LiveReads[bytes](keep_ms=HOUR_MS), PacedRedrives(url)
+    live, redrives = LiveReads[bytes](keep_ms=HOUR_MS), RedriveThreads(url)
     app = make_console(ConsoleParts(clients=clients, guard=guard, names=names, redrives=redrives, live=live))
     known = tokens.viewer_of(TOKENS["admin"])
     assert known is not None

@@ -16,7 +16,7 @@ from millstream.services.console.app import ConsoleParts, make_console
 from millstream.services.console.client_pool import ClientPool
 from millstream.services.console.guard import make_guard
 from millstream.services.console.login_limits import LoginLimits
-from millstream.services.console.paced_redrives import PacedRedrives
+from millstream.services.console.redrive_threads import RedriveThreads
 from millstream.services.console.rights import ConsoleTokens
 from millstream.services.console.sessions import FORM_COOKIE, KNOWN_COOKIE, SESSION_COOKIE
 from millstream.services.console.stream_names import StreamNames
@@ -40,7 +40,7 @@ def console_at(now_s: Callable[[], float], url: str, folder: Path) -> Iterator[B
     tokens, clients = ConsoleTokens(), ClientPool(url)
     tokens.read(write_tokens(folder))
     guard = replace(make_guard(clients, tokens, None), limits=LoginLimits(monotonic=now_s))
-    names, redrives = StreamNames(url), PacedRedrives(url)
+    names, redrives = StreamNames(url), RedriveThreads(url)
     with client_of(make_console(ConsoleParts(clients=clients, guard=guard, names=names, redrives=redrives))) as http:
         yield Browser(http)
 

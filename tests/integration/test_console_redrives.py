@@ -3,7 +3,8 @@
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -12,11 +13,14 @@ import pytest
 
 from millstream import Message
 from millstream.admin.audit_log import AuditLog, AuditRecord
-from millstream.delivery.paced_redrives import HELD_MS, PacedRedrive, read_redrives, report_redrive, request_stop
+from millstream.delivery.dead_letter_queue import DeadLetterFilter, DeadLetterQueue, DeadLetterRef, Redriven
+from millstream.delivery.redrive_reports import HELD_MS, RedriveReport, read_redrives, report_redrive, request_stop
+from millstream.errors import Unavailable
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
-from millstream.redis_client.key_names import HandlerKeys, paced_redrives_key
-from millstream.services.console import Level, paced_redrives
+from millstream.redis_client.key_names import HandlerKeys, audit_key, redrive_reports_key
+from millstream.redis_client.pipelining import server_time_ms
+from millstream.services.console import Level, redrive_threads
 from tests.support import workers
 from tests.support.commandline import call
 from tests.support.console_threads import ConsoleThread
@@ -28,6 +32,7 @@ from tests.support.waiting import FAIL_SAFE_S, eventually
 pytestmark = [pytest.mark.cli]
 
 REDRIVE, STOP = "/letters/redrive", "/letters/redrive/stop"
+THREAD = "millstream-redrive"
 BOTH = "return redis.call('XLEN', KEYS[1]) + redis.call('XLEN', KEYS[2])"
 
 
@@ -75,6 +80,24 @@ def redriven(client: Client) -> list[int]:
 
 def has_redriven(client: Client, count: int) -> bool:
     return bool(client.execute("XLEN", "orders") >= count)
+
+
+def redriving() -> bool:
+    """Whether a thread of this process redrives at a rate, or has its result to record."""
+    return any(one.name == THREAD for one in threading.enumerate())
+
+
+def reported_after(client: Client, time_ms: int) -> bool:
+    """Whether the only redrive was reported after this time."""
+    reports = client.execute("ZRANGE", redrive_reports_key("shop", "pay"), 0, -1, "WITHSCORES")
+    return bool(reports) and float(reports[-1]) > time_ms + HELD_MS
+
+
+def assert_all_counted(result: str, total: int) -> None:
+    """Each letter counts as redriven, or as one whose step lost its reply."""
+    numbers = re.fullmatch(r"(\d+) of (\d+) redriven(?:, (\d+) may have been)?", result)
+    assert numbers, result
+    assert (int(numbers[1]) + int(numbers[3] or 0), int(numbers[2])) == (total, total)
 
 
 def ended(client: Client) -> AuditRecord:
@@ -146,6 +169,22 @@ def test_a_wrong_rate_is_one_sentence_and_redrives_nothing(client: Client, tmp_p
     assert (left(client), AuditLog(client).read(), list(read_redrives(client, "shop", "pay"))) == (2, [], [])
 
 
+def test_the_question_that_comes_again_has_the_command_with_the_rate_that_was_filled_in(
+    client: Client, tmp_path: Path
+) -> None:
+    add(client, 2)
+    letter_id = DeadLetterQueue(client).select(DeadLetterFilter())[0].letter_id
+    with console(client, tmp_path) as browser:
+        question = browser.send(browser.get("/letters?handler=shop.pay"), REDRIVE)
+        assert "The command: millstream dlq redrive shop.pay" in question.text
+        assert "--rate" not in question.text
+        add(client, 1)
+        again = browser.send(question, REDRIVE, rate=" 60/m ")
+        assert "The command: millstream dlq redrive shop.pay --rate 60/m " in again.text
+        one = browser.send(again, REDRIVE, confirm="0", only="1", letter=f"{letter_id} orders")
+    assert f"The command: millstream dlq redrive shop.pay {letter_id} --stream orders --rate 60/m " in one.text
+
+
 @pytest.mark.parametrize("level", ["figures", "payloads"])
 def test_a_viewer_without_the_level_neither_begins_nor_stops_a_redrive_at_a_rate(
     client: Client, tmp_path: Path, level: str
@@ -165,7 +204,7 @@ def test_a_viewer_without_the_level_neither_begins_nor_stops_a_redrive_at_a_rate
 def test_more_redrives_than_one_console_may_do_are_refused_and_redrive_nothing(
     client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(paced_redrives, "MOST_REDRIVES", 2)
+    monkeypatch.setattr(redrive_threads, "MOST_REDRIVES", 2)
     add(client, 10)
     with console(client, tmp_path) as browser, console(client, tmp_path) as another:
         assert begin(browser, "5/d").status == 200
@@ -229,7 +268,7 @@ def test_a_redrive_is_shown_with_its_numbers_its_rate_its_begin_its_operator_and
     fill_with(client, "x")
     with authorized(client.url, Level.OPERATE) as browser:
         text = browser.get("/letters?handler=shop.pay").text
-    assert "2023-11-14T22:13:20.000Z ann 2 of 9, 1 could not be 30/m 12.0 s Stop" in text
+    assert "2023-11-14T22:13:20.000Z ann 2 of 11, 2 may have been, 1 could not be 30/m 12.0 s Stop" in text
     assert "millstream dlq stop shop.pay" in text
 
 
@@ -263,11 +302,11 @@ def test_a_stop_of_a_redrive_that_has_ended_is_one_sentence(client: Client, tmp_
 
 
 def test_a_report_is_kept_for_seconds_and_the_later_one_counts(client: Client) -> None:
-    found = PacedRedrive(id="1-0", by="ann", rate=2.0, began_ms=1, letters=10)
+    found = RedriveReport(id="1-0", by="ann", rate=2.0, began_ms=1, letters=10)
     report_redrive(client, "shop", "pay", found)
-    later = PacedRedrive(id="1-0", by="ann", rate=2.0, began_ms=1, letters=10, tried=4, redriven=3)
-    assert 0 < client.execute("PTTL", paced_redrives_key("shop", "pay")) <= HELD_MS
-    eventually(lambda: client.execute("PTTL", paced_redrives_key("shop", "pay")) < HELD_MS, "a later time")
+    later = RedriveReport(id="1-0", by="ann", rate=2.0, began_ms=1, letters=10, tried=4, redriven=3)
+    assert 0 < client.execute("PTTL", redrive_reports_key("shop", "pay")) <= HELD_MS
+    eventually(lambda: client.execute("PTTL", redrive_reports_key("shop", "pay")) < HELD_MS, "a later time")
     report_redrive(client, "shop", "pay", later)  # the earlier one was not removed: Redis was away
     assert list(read_redrives(client, "shop", "pay")) == [later]
     assert (later.left, later.left_ms) == (6, 3_000)
@@ -275,7 +314,7 @@ def test_a_report_is_kept_for_seconds_and_the_later_one_counts(client: Client) -
     assert list(read_redrives(client, "shop", "pay")) == [later]
     report_redrive(client, "shop", "pay", None, earlier=later)
     request_stop(client, "shop", [later])
-    client.execute("SET", paced_redrives_key("shop", "pay"), "of another program")
+    client.execute("SET", redrive_reports_key("shop", "pay"), "of another program")
     assert list(read_redrives(client, "shop", "pay")) == []
 
 
@@ -287,9 +326,9 @@ def test_a_console_in_an_application_ends_its_redrives_at_the_exit_of_the_interp
 ) -> None:
     url = millstream_fresh_server.url
     program = f"""
-from millstream.services.console import Level, console_app, paced_redrives
+from millstream.services.console import Level, console_app, redrive_threads
 from tests.support.consoles import Browser, client_of
-paced_redrives.STOP_S = {FAIL_SAFE_S}
+redrive_threads.STOP_S = {FAIL_SAFE_S}
 app = console_app({url!r}, authorize=lambda request: Level.OPERATE)
 browser = Browser(client_of(app))
 question = browser.send(browser.get("/letters?handler=shop.pay"), {REDRIVE!r})
@@ -348,23 +387,153 @@ def test_a_console_that_is_killed_leaves_each_letter_redriven_or_dead_and_a_reco
     assert sorted(redriven(client)) == list(range(1, 1_001))
 
 
-def test_a_redrive_that_redis_refuses_is_recorded_with_its_number_once_redis_takes_records_again(
-    millstream_fresh_server: EmbeddedServer, tmp_path: Path
+def test_a_redrive_whose_connections_are_killed_goes_on_and_counts_each_letter_once(
+    client: Client, tmp_path: Path
 ) -> None:
+    add(client, 200)
+    with console(client, tmp_path) as browser:
+        begin(browser, "50")
+        for count in (10, 40, 80, 120):
+            eventually(partial(has_redriven, client, count), "some letters")
+            client.execute("CLIENT", "KILL", "TYPE", "normal")
+        assert_all_counted(str(ended(client).result), 200)
+    assert (redriven(client), left(client)) == (list(range(1, 201)), 0)
+
+
+def test_a_redrive_is_reported_and_stopped_again_once_its_connection_was_killed(client: Client, tmp_path: Path) -> None:
+    add(client, 3)
+    with console(client, tmp_path) as browser:
+        begin(browser, "5/d")
+        eventually(lambda: redriven(client) == [1], "the first letter")
+        client.execute("CLIENT", "KILL", "TYPE", "normal")
+        killed_ms = server_time_ms(client)
+        eventually(lambda: reported_after(client, killed_ms) or AuditLog(client).read()[0].result, "a later report")
+        request_stop(client, "shop", read_redrives(client, "shop", "pay"))
+        assert ended(client).result == "1 of 3 redriven; stopped by an operator, 2 dead letters are left"
+
+
+def test_a_redrive_outlives_a_restart_of_redis(millstream_fresh_server: EmbeddedServer, tmp_path: Path) -> None:
     with Client(millstream_fresh_server.url) as client:
-        add(client, 500)
+        add(client, 100)
+        with console(client, tmp_path) as browser:
+            begin(browser, "50")
+            eventually(partial(has_redriven, client, 10), "some letters")
+            millstream_fresh_server.restart()
+            client.close()
+            assert_all_counted(str(ended(client).result), 100)
+        assert (redriven(client), left(client)) == (list(range(1, 101)), 0)
+
+
+def test_letters_of_a_step_whose_reply_was_lost_are_counted_as_such(
+    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add(client, 20)
+    inner, lost = DeadLetterQueue.redrive, list[bool]()
+
+    def lose_replies(queue: DeadLetterQueue, refs: Sequence[DeadLetterRef]) -> Iterator[Redriven]:
+        if not lost:  # of the five letters of the first step, it redrives two
+            lost.append(True)
+            list(inner(queue, refs[:2]))
+            raise Unavailable("the connection broke", unreachable=True)
+        yield from inner(queue, refs)
+
+    monkeypatch.setattr(DeadLetterQueue, "redrive", lose_replies)
+    with console(client, tmp_path) as browser:
+        begin(browser, "50")
+        assert ended(client).result == "18 of 20 redriven, 2 may have been"
+    assert (redriven(client), left(client)) == (list(range(1, 21)), 0)
+
+
+def test_a_redrive_waits_while_redis_is_full_and_its_result_too_but_holds_no_place(
+    millstream_fresh_server: EmbeddedServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(redrive_threads, "MOST_REDRIVES", 1)
+    with Client(millstream_fresh_server.url) as client:
+        add(client, 40)
+        queue = DeadLetterQueue(client)
+        refs = queue.select(DeadLetterFilter(app="shop"))
         with console(client, tmp_path) as browser:
             begin(browser, "20")
+            add(client, 3)  # not among those that it redrives
             eventually(partial(has_redriven, client, 5), "some letters")
             client.execute("CONFIG", "SET", "maxmemory", "1")
-            eventually(lambda: not read_redrives(client, "shop", "pay"), "the end of the redrive")
+            eventually(lambda: "redrive of shop.pay waits: " in caplog.text, "a refused step")
             moved = len(redriven(client))
+            assert queue.purge(refs) == 40 - moved
+            eventually(lambda: not read_redrives(client, "shop", "pay"), "the end of the redrive")
+            refused = begin(browser, "5/d")
+            assert (refused.status, "maxmemory" in refused.text) == (503, True)
             assert AuditLog(client).read()[0].result is None
             client.execute("CONFIG", "SET", "maxmemory", "0")
             result = str(ended(client).result)
-        assert result.startswith("failed: ")
-        assert result.endswith(f"; {moved} of 500 redriven before")
-        assert (redriven(client), left(client)) == (list(range(1, moved + 1)), 500 - moved)
+        assert result.startswith(f"{moved} of 40 redriven; {40 - moved} dead letters could not be, such as ")
+        assert (redriven(client), left(client)) == (list(range(1, moved + 1)), 3)
+
+
+def test_a_redrive_that_redis_refuses_is_recorded_with_its_number(client: Client, tmp_path: Path) -> None:
+    add(client, 500)
+    with console(client, tmp_path) as browser:
+        begin(browser, "20")
+        eventually(partial(has_redriven, client, 5), "some letters")
+        client.execute("SET", redrive_reports_key("shop", "pay"), "of another program")
+        result = str(ended(client).result)
+    moved = len(redriven(client))
+    assert result.startswith("failed: ")
+    assert result.endswith(f"; {moved} of 500 redriven before")
+    assert (redriven(client), left(client)) == (list(range(1, moved + 1)), 500 - moved)
+
+
+def test_a_result_that_redis_never_takes_ends_with_a_line_in_the_log(
+    client: Client, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    add(client, 3)
+    with console(client, tmp_path) as browser:
+        begin(browser, "5/d")
+        found = read_redrives(client, "shop", "pay")
+        client.execute("SET", audit_key(), "of another program")
+        request_stop(client, "shop", found)
+        eventually(lambda: not redriving(), "the end of its thread")
+    (line,) = (one.getMessage() for one in caplog.records if "not recorded" in one.getMessage())
+    assert line.endswith("; its record stays without one")
+
+
+def test_a_mistake_of_the_code_ends_a_redrive_with_a_result_and_a_traceback_in_the_log(
+    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    add(client, 3)
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("of a test")
+
+    monkeypatch.setattr(DeadLetterQueue, "redrive", fail)
+    with console(client, tmp_path) as browser:
+        begin(browser, "5/d")
+        assert ended(client).result == "failed: internal error; 0 of 3 redriven before"
+        assert list(read_redrives(client, "shop", "pay")) == []
+    assert "ZeroDivisionError: of a test" in caplog.text
+
+
+def test_a_redrive_whose_thread_cannot_start_leaves_a_result_and_no_report(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add(client, 3)
+    inner = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == THREAD:
+            raise RuntimeError("can't start new thread")
+        inner(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    refs = DeadLetterQueue(client).select(DeadLetterFilter(app="shop"))
+    threads = redrive_threads.RedriveThreads(client.url)
+    with pytest.raises(RuntimeError):
+        threads.start(client, refs, rate=1, by="ann", about={})
+    assert list(read_redrives(client, "shop", "pay")) == []
+    assert ended(client).result == "failed: can't start new thread; 0 of 3 redriven before"
 
 
 def test_a_console_ends_while_redis_hangs_and_its_log_names_the_redrive_that_has_not_ended(

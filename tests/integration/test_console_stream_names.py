@@ -13,7 +13,7 @@ from millstream.services.console import Level
 from millstream.services.console.app import ConsoleParts, make_console
 from millstream.services.console.client_pool import ClientPool
 from millstream.services.console.guard import make_guard
-from millstream.services.console.paced_redrives import PacedRedrives
+from millstream.services.console.redrive_threads import RedriveThreads
 from millstream.services.console.rights import ConsoleTokens
 from millstream.services.console.stream_names import StreamNames
 from tests.support.command_stats import commands_run
@@ -110,7 +110,7 @@ def test_too_many_streams_are_searched_by_prefix(filled: Client, tmp_path: Path)
     assert names.find("a") is None
     tokens, clients = ConsoleTokens(), ClientPool(filled.url)
     tokens.read(write_tokens(tmp_path))
-    guard, redrives = make_guard(clients, tokens, None), PacedRedrives(filled.url)
+    guard, redrives = make_guard(clients, tokens, None), RedriveThreads(filled.url)
     app = make_console(ConsoleParts(clients=clients, guard=guard, names=names, redrives=redrives))
     with client_of(app) as http:
         browser = Browser(http)

@@ -12,7 +12,7 @@ from millstream.redis_client.client import Client
 from millstream.services.console.app import ConsoleParts, make_console
 from millstream.services.console.client_pool import ClientPool
 from millstream.services.console.guard import make_guard
-from millstream.services.console.paced_redrives import PacedRedrives
+from millstream.services.console.redrive_threads import RedriveThreads
 from millstream.services.console.rights import ConsoleTokens
 from millstream.services.console.stream_names import StreamNames
 from millstream.services.console.stream_rates import StreamRates
@@ -45,7 +45,7 @@ def consoled(client: Client, folder: Path, clock: Clock) -> Iterator[tuple[Conso
         guard=make_guard(clients, tokens, None),
         names=StreamNames(client.url, keep_ms=0, wait_ms=3_600_000),
         rates=StreamRates(clock),
-        redrives=PacedRedrives(client.url),
+        redrives=RedriveThreads(client.url),
     )
     with client_of(make_console(parts)) as http:
         browser = Browser(http)

@@ -1,13 +1,12 @@
 """A redrive or a purge that fails midway: its record, and its command, say how many dead letters it had come to."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from millstream.admin.audit_log import AuditLog
-from millstream.delivery.dead_letter_queue import DeadLetterQueue, DeadLetterRef, Redriven
+from millstream.delivery.dead_letter_queue import DeadLetterFilter, DeadLetterQueue, DeadLetterRef, Redriven
 from millstream.errors import AccessDenied, WrongType
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
@@ -26,23 +25,31 @@ REFUNDS = HandlerKeys("shop", "pay", "refunds")
 def refusing(millstream_fresh_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
     """On a Redis that refuses scripts and deletions once a redrive or a purge has made its first step."""
     server = millstream_fresh_server
-    for verb, number in (("redrive", 50), ("purge", 1)):
-        monkeypatch.setattr(DeadLetterQueue, verb, refusing_after(number, getattr(DeadLetterQueue, verb), server))
+    redrive, purge = DeadLetterQueue.redrive, DeadLetterQueue.purge
+
+    def refuse() -> None:
+        server.call("ACL", "SETUSER", "default", "-evalsha", "-eval", "-xdel")
+
+    def refused_redrive(queue: DeadLetterQueue, refs: Sequence[DeadLetterRef]) -> Iterator[Redriven]:
+        for number, one in enumerate(redrive(queue, refs), 1):
+            if number == 50:
+                refuse()
+            yield one
+
+    def refused_purge(
+        queue: DeadLetterQueue, refs: Sequence[DeadLetterRef], *, on_removed: Callable[[int], None]
+    ) -> int:
+        def removed(number: int) -> None:
+            on_removed(number)
+            refuse()
+
+        return purge(queue, refs, on_removed=removed)
+
+    monkeypatch.setattr(DeadLetterQueue, "redrive", refused_redrive)
+    monkeypatch.setattr(DeadLetterQueue, "purge", refused_purge)
     with Client(server.url) as opened:
         opened.execute("HSET", KEYS.meta, "owner", "workers")
         yield opened
-
-
-def refusing_after(number: int, inner: Callable[..., Iterator[Any]], server: EmbeddedServer) -> Callable[..., Any]:
-    """The method `inner`; after its value of this number Redis refuses it."""
-
-    def act(*args: Any) -> Iterator[Any]:
-        for at, one in enumerate(inner(*args), 1):
-            if at == number:
-                server.call("ACL", "SETUSER", "default", "-evalsha", "-eval", "-xdel")
-            yield one
-
-    return act
 
 
 def add(client: Client, count: int, keys: HandlerKeys = KEYS) -> None:
@@ -114,10 +121,24 @@ def holds(node: EmbeddedServer, name: str) -> bool:
     return name.encode() in node.call("KEYS", "*")
 
 
-def test_a_purge_yields_all_that_it_has_purged_before_it_raises(client: Client) -> None:
+def test_a_purge_deletes_at_once_and_returns_how_many_were_there(client: Client) -> None:
+    add(client, 1_100)
+    refs = DeadLetterQueue(client).select(DeadLetterFilter(app="shop"))
+    client.execute("XDEL", KEYS.dead_letters, refs[0].letter_id)
+    assert (DeadLetterQueue(client).purge(refs), left(client)) == (1_099, 0)
+
+
+def test_a_redrive_does_nothing_until_it_is_iterated(client: Client) -> None:
+    add(client, 1)
+    outcomes = DeadLetterQueue(client).redrive(DeadLetterQueue(client).select(DeadLetterFilter(app="shop")))
+    assert (entries(client), left(client)) == ([], 1)
+    assert (len(list(outcomes)), len(entries(client)), left(client)) == (1, 1, 0)
+
+
+def test_a_purge_reports_all_that_it_has_purged_before_it_raises(client: Client) -> None:
     refs = on_orders_and_refunds(client)
     client.execute("SET", REFUNDS.dead_letters, "of another program")
     purged: list[int] = []
     with pytest.raises(WrongType):
-        purged.extend(DeadLetterQueue(client).purge(refs))
+        DeadLetterQueue(client).purge(refs, on_removed=purged.append)
     assert (purged, left(client)) == ([2], 0)

@@ -60,7 +60,7 @@ def test_a_redrive_that_is_stopped_says_how_many_were_redriven_and_leaves_the_re
     assert AuditLog(client).read()[0].result == "1 of 3 redriven"
 
 
-def test_a_paced_redrive_that_is_killed_loses_and_doubles_nothing(client: Client) -> None:
+def test_a_redrive_at_a_rate_that_is_killed_loses_and_doubles_nothing(client: Client) -> None:
     add(client, 300)
     for count in (40, 100):
         with running(*REDRIVE, "200", url=client.url):

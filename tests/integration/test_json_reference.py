@@ -12,7 +12,7 @@ import pytest
 
 from millstream.balancer import Balancer, BalancerPolicy, StreamAdded
 from millstream.delivery.long_runs import LongRun, report_long_runs
-from millstream.delivery.paced_redrives import PacedRedrive, report_redrive
+from millstream.delivery.redrive_reports import RedriveReport, report_redrive
 from millstream.delivery.restarts import Restart, record_restart
 from millstream.producer.bulk import Publisher
 from millstream.redis_client.client import Client
@@ -192,7 +192,7 @@ def _repair(found: _Outputs, client: Client) -> None:
     found.run("dlq show", letter["letter_id"])
     found.run("dlq edit", letter["letter_id"], "--set", "customer=ann", "--set", "n=1", "--remove", "raw", "--dry-run")
     found.run("dlq redrive", letter["letter_id"], "--yes")
-    report_redrive(client, "shop", "total", PacedRedrive(id="1-0", by="ann", rate=1, began_ms=1, letters=2))
+    report_redrive(client, "shop", "total", RedriveReport(id="1-0", by="ann", rate=1, began_ms=1, letters=2))
     found.run("dlq stop", "shop.total")
     found.run("dlq purge", "--all", "--yes")
     found.run("state show", "shop.total", "ann")

@@ -11,7 +11,7 @@ from millstream.redis_client.key_names import HandlerKeys
 from millstream.services.console.app import ConsoleParts, make_console
 from millstream.services.console.client_pool import ClientPool
 from millstream.services.console.guard import make_guard
-from millstream.services.console.paced_redrives import PacedRedrives
+from millstream.services.console.redrive_threads import RedriveThreads
 from millstream.services.console.rights import ConsoleTokens
 from millstream.services.console.stream_names import StreamNames
 from tests.support.clocks import ManualClock
@@ -123,7 +123,7 @@ def test_the_page_of_what_is_stuck_continues_its_search_at_each_read(client: Cli
         guard=make_guard(clients, tokens, None),
         names=StreamNames(client.url),
         stuck=StuckScan(most=1_000, budget_ms=0),
-        redrives=PacedRedrives(client.url),
+        redrives=RedriveThreads(client.url),
     )
     with client_of(make_console(parts)) as http:
         browser = Browser(http)

@@ -10,7 +10,7 @@ from millstream.services.console.app import ConsoleParts, make_console
 from millstream.services.console.client_pool import ClientPool
 from millstream.services.console.guard import make_guard
 from millstream.services.console.live_reads import LiveReads
-from millstream.services.console.paced_redrives import PacedRedrives
+from millstream.services.console.redrive_threads import RedriveThreads
 from millstream.services.console.rights import ConsoleTokens
 from millstream.services.console.secure_headers import SECURE_HEADERS
 from millstream.services.console.stream_names import StreamNames
@@ -32,7 +32,7 @@ class ConsoleThread:
             clients=self._clients,
             guard=make_guard(self._clients, tokens, token_file),
             names=StreamNames(redis_url, keep_ms=renew_ms),
-            redrives=PacedRedrives(redis_url),
+            redrives=RedriveThreads(redis_url),
             live=LiveReads(keep_ms=renew_ms),
         )
         limits = Limits(connections=_CONNECTIONS)

@@ -19,13 +19,13 @@ from millstream.delivery.expiring_members import hold_members
 from millstream.delivery.keyed_stream import KeyedStream, LeaseRelease
 from millstream.delivery.last_error import LastError
 from millstream.delivery.long_runs import LongRun, report_long_runs
-from millstream.delivery.paced_redrives import PacedRedrive
 from millstream.delivery.pause import Pause
+from millstream.delivery.redrive_reports import RedriveReport
 from millstream.delivery.running_code import report_code
 from millstream.handlers.dead_letter import DeadLetter
 from millstream.producer import Producer
 from millstream.redis_client.client import Client
-from millstream.redis_client.key_names import HandlerKeys, live_workers_key, paced_redrives_key, worker_name_key
+from millstream.redis_client.key_names import HandlerKeys, live_workers_key, redrive_reports_key, worker_name_key
 from millstream.redis_client.pipelining import server_time_ms
 from millstream.services.console import Level, console_app
 from tests.support.keyed_fixtures import joined_by_field
@@ -250,10 +250,10 @@ def fill_with(client: Client, secret: str) -> KeyedStream:
     )
     report_long_runs(client, "shop", [run])
     cause = f"ValueError: {secret}"
-    redrive = PacedRedrive(
-        id="1700000000000-0", by="ann", rate=0.5, began_ms=1_700_000_000_000, letters=9, tried=3, redriven=2
+    redrive = RedriveReport(
+        id="1700000000000-0", by="ann", rate=0.5, began_ms=1_700_000_000_000, letters=11, tried=5, redriven=2, unknown=2
     )
-    hold_members(client, 3_600_000, {paced_redrives_key("shop", "pay"): [redrive]})
+    hold_members(client, 3_600_000, {redrive_reports_key("shop", "pay"): [redrive]})
     why = Pause(by="breaker", at_ms=server_time_ms(client), cause="failed", count=9, of=9, error=cause)
     CommitStore(client, app="shop", handler="pay").set_paused(["orders"], paused=True, why=why)
     client.execute("SET", worker_name_key("shop", "w-0"), "token")

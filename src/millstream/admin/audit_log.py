@@ -60,9 +60,13 @@ def may_have_run(error: MillstreamError) -> bool:
     return isinstance(error, Unavailable) and error.unreachable
 
 
-def failed_result(error: MillstreamError, done_before: str = "") -> str:
-    """The result of an action that ended in this error. `done_before`: what it had done by then, in words."""
-    what = f"{_UNKNOWN if may_have_run(error) else 'failed'}: {error}"
+def failed_result(error: MillstreamError | str, done_before: str = "") -> str:
+    """The result of an action that ended in this error. `done_before`: what it had done by then, in words.
+
+    A text is an error that has changed nothing.
+    """
+    is_unknown = isinstance(error, MillstreamError) and may_have_run(error)
+    what = f"{_UNKNOWN if is_unknown else 'failed'}: {error}"
     return f"{what}; {done_before} before" if done_before else what
 
 
@@ -83,8 +87,9 @@ class AuditLog:
     ) -> Iterator[RunningAction]:
         """Record an action of `by` before the block and its result after it.
 
-        An error of the block is its result, with what was done before it, and raised. Raises RedisError before the block if nothing can be recorded;
-        unless `on_unrecorded` is given, which is called with what is missing, and with the error: then the block runs.
+        An error of the block is its result, with what was done before it, and raised. Raises RedisError before the
+        block if nothing can be recorded; unless `on_unrecorded` is given, which is called with what is missing, and
+        with the error: then the block runs.
         """
         record: str | None = None
 

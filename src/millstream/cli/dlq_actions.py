@@ -34,10 +34,10 @@ from millstream.errors import MillstreamError
 from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import escape
-from millstream.redis_client.formats import pluralize
+from millstream.redis_client.formats import pluralize, progress
 
 
-class _PacedRate(float):
+class _LetterRate(float):
     """Dead letters a second, given as `50`, `60/m` or `100/h`."""
 
     def __str__(self) -> str:
@@ -45,10 +45,10 @@ class _PacedRate(float):
 
 
 Rate = Annotated[
-    _PacedRate | None,
+    _LetterRate | None,
     typer.Option(
         "--rate",
-        parser=parser_of(lambda text: _PacedRate(parse_rate(text))),
+        parser=parser_of(lambda text: _LetterRate(parse_rate(text))),
         metavar="RATE",
         help="Maximum letters a second, or with a unit: 60/m, 100/h, 5/d; default: as fast as Redis takes them.",
     ),
@@ -72,7 +72,7 @@ class _Tally:
     @property
     def figures(self) -> str:
         """How many it has changed, in words."""
-        return f"{self.done:,} of {self.total:,} {self.verb}"
+        return progress(self.done, self.total, self.verb)
 
 
 def _redrive(queue: DeadLetterQueue, refs: Sequence[DeadLetterRef], tally: _Tally) -> None:
@@ -91,8 +91,11 @@ def _redrive(queue: DeadLetterQueue, refs: Sequence[DeadLetterRef], tally: _Tall
 
 def _purge(queue: DeadLetterQueue, refs: Sequence[DeadLetterRef], tally: _Tally) -> None:
     """Delete dead letters for good."""
-    for number in queue.purge(refs):
-        tally.done += number
+
+    def count(removed: int) -> None:
+        tally.done += removed
+
+    queue.purge(refs, on_removed=count)
 
 
 def _at_a_rate(

@@ -9,8 +9,8 @@ from millstream.cli.handler_names import HandlerName
 from millstream.cli.options import Json, Url
 from millstream.cli.recorded_action import named, recorded
 from millstream.cli.terminal import print_json, print_line
-from millstream.delivery.paced_redrives import read_redrives, request_stop
 from millstream.delivery.rate_override import format_rate
+from millstream.delivery.redrive_reports import read_redrives, request_stop
 from millstream.errors import MillstreamError
 from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client

@@ -4,7 +4,7 @@ A dead letter is an entry of the handler's dead-letter stream (`HandlerKeys.dead
 commits the message, so it is neither lost nor doubled. `DeadLetterQueue` is all of them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple, get_args
@@ -103,6 +103,11 @@ class Redriven(NamedTuple):
     new_id: str | None
     problem: str = ""
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether the letter is not in the queue any more: another redrive or purge removed it."""
+        return self.problem == _GONE
+
 
 class DeadLetterQueue:
     """The dead letters of all handlers of one Redis, with the redrive of SQS. Every method raises RedisError."""
@@ -166,12 +171,14 @@ class DeadLetterQueue:
         return sorted(refs, key=lambda ref: ref[:3])
 
     def redrive(self, refs: Sequence[DeadLetterRef]) -> Iterator[Redriven]:
-        """Move letters back to the tail of their streams, in the order of `refs`.
+        """Move letters back to the tail of their streams, in the order of `refs`, some at each step of the iteration:
+        nothing happens until it is iterated.
 
         Each is moved in one atomic step. The entry begins with a field that names its handler, so that no other handler
         of the stream processes it again. Interrupted at any point, or run twice at once, this neither loses nor doubles
         one. An error of one letter or its stream stops no other redrive: that letter stays, and its `problem` says why.
-        Any other error is raised once all letters are yielded that are known to be redriven.
+        Any other error is raised once all letters are yielded that are known to be redriven. After Unavailable,
+        up to 50 of the next ones may have been redriven, too: redrive them again, which is safe.
         """
         for at in range(0, len(refs), _PAGE):
             yield from self._redrive_page(refs[at : at + _PAGE])
@@ -189,20 +196,25 @@ class DeadLetterQueue:
         (found,) = self._redrive_page([ref], [*own, EDITED_FIELD, to_wire(by)])
         return found
 
-    def purge(self, refs: Sequence[DeadLetterRef]) -> Iterator[int]:
-        """Delete letters for good, some at each step of the iteration; yield how many of these were still there.
+    def purge(self, refs: Sequence[DeadLetterRef], *, on_removed: Callable[[int], None] = lambda _: None) -> int:
+        """Delete letters for good; return how many of them were still there.
 
-        An error is raised once all numbers are yielded that are known.
+        `on_removed` is called with the number of each step, which deletes some; an error is raised once it has had all
+        numbers that are known, and no further step is done.
         """
+        removed = 0
         for at in range(0, len(refs), _DELETE_PAGE):
             by_stream: dict[str, list[str]] = {}
             for ref in refs[at : at + _DELETE_PAGE]:
                 by_stream.setdefault(ref.keys.dead_letters, []).append(ref.letter_id)
             commands: list[Command] = [("XDEL", to_wire(dead), *ids) for dead, ids in by_stream.items()]
             replies = send_all(self._client, commands)
-            yield from (reply for reply in replies if isinstance(reply, int))
+            known = sum(reply for reply in replies if isinstance(reply, int))
+            on_removed(known)
             for reply in replies:
                 raise_if_error(reply)
+            removed += known
+        return removed
 
     def _redrive_page(self, refs: Sequence[DeadLetterRef], edited: Sequence[bytes] | None = None) -> Iterator[Redriven]:
         found = self._client.pipeline([("XRANGE", to_wire(s.keys.dead_letters), *([s.letter_id] * 2)) for s in refs])

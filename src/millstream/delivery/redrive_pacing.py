@@ -1,4 +1,4 @@
-"""Pacing: the portions in which dead letters are redriven or purged, at a rate or as fast as Redis takes them."""
+"""The portions in which dead letters are redriven or purged, at a rate or as fast as Redis takes them."""
 
 import math
 import time

@@ -50,3 +50,8 @@ def format_size(count: float) -> str:
 def pluralize(number: int, thing: str, things: str = "") -> str:
     """A number with its noun in singular or plural: `1 entry`, `2 entries`."""
     return f"{number:,} {thing if number == 1 else things or thing + 's'}"
+
+
+def progress(done: int, total: int, verb: str) -> str:
+    """How far an action is: `2 of 1,000 redriven`."""
+    return f"{done:,} of {total:,} {verb}"

@@ -184,7 +184,7 @@ def run_times_key(app: str, handler: str) -> str:
     return worker_name_key(app, f":runs:{handler}")
 
 
-def paced_redrives_key(app: str, handler: str) -> str:
+def redrive_reports_key(app: str, handler: str) -> str:
     """Sorted set, with a time to live: redrives of a handler's dead letters that consoles do at a rate, until when. No
     worker can have this name.
     """

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from millstream import App, Message
 from millstream.admin.key_queues import list_queues, park, read_queues, skip, unpark
-from millstream.delivery.paced_redrives import PacedRedrive, report_redrive
+from millstream.delivery.redrive_reports import RedriveReport, report_redrive
 from millstream.errors import AccessDenied
 from millstream.partitions.partitions import Partitions
 from millstream.producer.producer import Producer
@@ -65,7 +65,7 @@ def operate(url: str, admin: Client) -> None:
         keys = [] if words == "list" else ["A"]
         command(url, "state", *words.split(), "shop.bill", "--stream", "orders", *keys)
         command(url, "state", "export", "shop.bill")
-    report_redrive(admin, "shop", "bill", PacedRedrive(id="1-0", by="ann", rate=1, began_ms=1, letters=2))
+    report_redrive(admin, "shop", "bill", RedriveReport(id="1-0", by="ann", rate=1, began_ms=1, letters=2))
     command(url, "dlq", "stop", "shop.bill", "1-0")
     command(url, "pause", "shop.bill")
     command(url, "resume", "shop.bill")

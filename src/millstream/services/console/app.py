@@ -31,8 +31,8 @@ from millstream.services.console.display import Display
 from millstream.services.console.guard import CHALLENGE, Authorize, Guard, make_guard
 from millstream.services.console.live_reads import LiveReads
 from millstream.services.console.login import MOST_FIELDS, FormSecret, form_of, login_routes, root_of, token_of
-from millstream.services.console.paced_redrives import PacedRedrives
 from millstream.services.console.pages import Page, PageRequest, Shared
+from millstream.services.console.redrive_threads import RedriveThreads
 from millstream.services.console.rendering import render
 from millstream.services.console.rights import ConsoleTokens, Viewer
 from millstream.services.console.secure_headers import SecureHeaders
@@ -72,7 +72,7 @@ class ConsoleParts:
     clients: ClientPool
     guard: Guard
     names: StreamNames
-    redrives: PacedRedrives
+    redrives: RedriveThreads
     redact: Redact = show_all
     host_names: Container[str] | None = None
     shared: Shared = field(default_factory=Shared)
@@ -111,7 +111,7 @@ def console_app(
         clients=clients,
         guard=guard,
         names=StreamNames(url),
-        redrives=PacedRedrives(url),
+        redrives=RedriveThreads(url),
         redact=redact,
         host_names=host_names,
     )

@@ -12,15 +12,13 @@ from millstream.services.console.app import ConsoleParts, make_console
 from millstream.services.console.client_pool import ClientPool
 from millstream.services.console.guard import make_guard
 from millstream.services.console.history_writer import HistoryWriter
-from millstream.services.console.paced_redrives import PacedRedrives
+from millstream.services.console.redrive_threads import STOP_S, RedriveThreads
 from millstream.services.console.rights import ConsoleTokens
 from millstream.services.console.secure_headers import SECURE_HEADERS
 from millstream.services.console.stream_names import StreamNames
 from millstream.services.web.connections import Limits
 from millstream.services.web.http_server import Server
 from millstream.services.web.listen import listen, url_of
-
-_STOP_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +55,7 @@ def run_console(serving: ConsoleOptions, *, on_ready: Callable[[str], None]) -> 
         clients=clients,
         guard=guard,
         names=StreamNames(serving.url),
-        redrives=PacedRedrives(serving.url),
+        redrives=RedriveThreads(serving.url),
         redact=serving.redact,
         host_names=serving.host_names,
     )
@@ -66,7 +64,7 @@ def run_console(serving: ConsoleOptions, *, on_ready: Callable[[str], None]) -> 
             make_console(parts),
             serving.limits,
             metrics=Recorder(),
-            stop_s=_STOP_S,
+            stop_s=STOP_S,
             on_shutdown=parts.redrives.begin_stop,
             headers=SECURE_HEADERS,
         )

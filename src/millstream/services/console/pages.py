@@ -20,7 +20,7 @@ from millstream.redis_client.escaping import unescape
 from millstream.redis_client.key_names import HandlerKeys, from_wire
 from millstream.services.console.client_pool import ClientPool
 from millstream.services.console.display import Display
-from millstream.services.console.paced_redrives import PacedRedrives
+from millstream.services.console.redrive_threads import RedriveThreads
 from millstream.services.console.rendering import render
 from millstream.services.console.rights import Level, Viewer
 from millstream.services.console.sessions import address_signature
@@ -81,7 +81,7 @@ class PageRequest:
     display: Display
     shared: Shared
     names: StreamNames
-    redrives: PacedRedrives
+    redrives: RedriveThreads
     rates: StreamRates
     stuck: StuckScan
     root: str

@@ -10,7 +10,7 @@ from millstream.services.console.views import (
     keys,
     letter_edits,
     letters,
-    paced_redrives,
+    redrives,
     streams,
     stuck,
 )
@@ -38,7 +38,7 @@ PAGES: tuple[Page, ...] = (
     Page(path="/letter/edit", method="POST", level=Level.ADMIN, view=letter_edits.redrive),
     Page(path="/letters/export", method="POST", level=Level.PAYLOADS, view=letters.export),
     Page(path="/letters/redrive", method="POST", level=Level.OPERATE, view=letters.redrive),
-    Page(path="/letters/redrive/stop", method="POST", level=Level.OPERATE, view=paced_redrives.stop),
+    Page(path="/letters/redrive/stop", method="POST", level=Level.OPERATE, view=redrives.stop),
     Page(path="/letters/purge", method="POST", level=Level.ADMIN, view=letters.purge),
     Page(path="/streams", level=Level.FIGURES, view=streams.streams, is_live=True),
     Page(path="/stream", level=Level.FIGURES, view=streams.stream, is_live=True),

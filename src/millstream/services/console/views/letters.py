@@ -14,11 +14,11 @@ from millstream.delivery.dead_letter_queue import DeadLetterEntry, DeadLetterFil
 from millstream.delivery.rate_override import format_rate, parse_rate
 from millstream.errors import ConfigError, MillstreamError
 from millstream.redis_client.escaping import escape, unescape
-from millstream.redis_client.formats import pluralize
+from millstream.redis_client.formats import pluralize, progress
 from millstream.redis_client.key_names import from_wire, to_wire
 from millstream.services.console.downloads import Download
 from millstream.services.console.pages import PageRequest
-from millstream.services.console.views import paced_redrives
+from millstream.services.console.views import redrives
 
 _MOST_SHOWN = 100
 _MOST_IN_COMMAND = 20
@@ -42,7 +42,7 @@ def letters(page: PageRequest) -> Response:
     return page.render(
         "letters.html",
         name=name,
-        redrives=paced_redrives.under_way(page, app, handler),
+        redrives=redrives.under_way(page, app, handler),
         format_rate=format_rate,
         total=sum(len(one.letters) for one in groups),
         most=MOST_LETTERS,
@@ -93,14 +93,14 @@ def redrive(page: PageRequest) -> Response:
         return _confirm(page, "redrive", sentences, found)
     refs = sorted((one.ref for one in found), key=lambda ref: ref[:3])
     if rate is not None:
-        return paced_redrives.start(page, refs, rate=rate, about=_about(page, found))
+        return redrives.start(page, refs, rate=rate, about=_about(page, found))
     moved, problems = 0, []
     with page.audit("dlq redrive", **_about(page, found)) as action:
-        action.done_before = f"0 of {len(found):,} redriven"
+        action.done_before = progress(0, len(found), "redriven")
         for one in DeadLetterQueue(page.client).redrive(refs):
             moved += one.new_id is not None
             problems += [f"{one.ref.letter_id}: {one.problem}"] if one.new_id is None else []
-            action.result = action.done_before = f"{moved:,} of {len(found):,} redriven"
+            action.result = action.done_before = progress(moved, len(found), "redriven")
     return _report(page, f"{pluralize(moved, 'dead letter')} redriven", problems)
 
 
@@ -114,10 +114,14 @@ def purge(page: PageRequest) -> Response:
         return _confirm(page, "purge", sentences, found)
     removed = 0
     with page.audit("dlq purge", **_about(page, found)) as action:
-        action.done_before = f"0 of {len(found):,} purged"
-        for number in DeadLetterQueue(page.client).purge([one.ref for one in found]):
+
+        def count(number: int) -> None:
+            nonlocal removed
             removed += number
-            action.result = action.done_before = f"{removed:,} of {len(found):,} purged"
+            action.result = action.done_before = progress(removed, len(found), "purged")
+
+        count(0)
+        DeadLetterQueue(page.client).purge([one.ref for one in found], on_removed=count)
     return _report(page, f"{pluralize(removed, 'dead letter')} purged", [])
 
 
@@ -193,6 +197,7 @@ def _digest(found: Sequence[DeadLetterEntry]) -> str:
 
 def _confirm(page: PageRequest, verb: str, sentences: Sequence[str], found: Sequence[DeadLetterEntry]) -> Response:
     name, reason, error = page.wanted("handler"), page.field("reason"), page.field("error")
+    rate = page.field("rate").strip() if verb == "redrive" else ""
     if page.field("confirm"):
         sentences = ["These are not the dead letters, or not the number, that was confirmed.", *sentences]
     return page.render(
@@ -209,25 +214,30 @@ def _confirm(page: PageRequest, verb: str, sentences: Sequence[str], found: Sequ
             **({"confirm": str(len(found))} if verb == "redrive" else {}),
         },
         repeated=[("letter", one) for one in page.form.get("letter", ())],
-        **({"rate": page.field("rate")} if verb == "redrive" else {}),
+        **({"rate": rate} if verb == "redrive" else {}),
         typed=f"the number {len(found)}" if verb == "purge" else None,
         inputmode="numeric",
-        command=_command(verb, name, found, is_all=not reason and not page.field("only")),
+        command=_command(verb, name, found, is_all=not reason and not page.field("only"), rate=rate),
         back=page.url("/letters", handler=name, reason=reason or None, error=error or None),
     )
 
 
-def _command(verb: str, name: str, found: Sequence[DeadLetterEntry], *, is_all: bool) -> str | None:
-    """The command that does the same to these dead letters and to no others; None if they are too many to name, or a name is not printable."""
+def _command(verb: str, name: str, found: Sequence[DeadLetterEntry], *, is_all: bool, rate: str) -> str | None:
+    """The command that does the same to these dead letters and to no others, at this rate if there is one; None if they
+    are too many to name, or a name is not printable.
+    """
     command = f"millstream dlq {verb} {name}"
+    options = f" --rate {quoted(rate)}" if rate else ""
     if is_all:
-        return f"{command} --limit {MOST_LETTERS}" if len(found) == MOST_LETTERS else command
+        return command + (f" --limit {MOST_LETTERS}" if len(found) == MOST_LETTERS else "") + options
     if len(found) > _MOST_IN_COMMAND or any(escape(one.keys.stream) != one.keys.stream for one in found):
         return None
     by_stream: dict[str, list[str]] = {}
     for one in found:  # ids are those of a stream: another stream may have the same ones
         by_stream.setdefault(one.keys.stream, []).append(one.letter_id)
-    return " && ".join(f"{command} {' '.join(ids)} --stream {quoted(stream)}" for stream, ids in by_stream.items())
+    return " && ".join(
+        f"{command} {' '.join(ids)} --stream {quoted(stream)}{options}" for stream, ids in by_stream.items()
+    )
 
 
 def _report(page: PageRequest, done: str, problems: Sequence[str]) -> Response:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from starlette.responses import Response
 
 from millstream.delivery.dead_letter_queue import DeadLetterRef
-from millstream.delivery.paced_redrives import PacedRedrive, read_redrives, read_stops, request_stop
+from millstream.delivery.redrive_reports import RedriveReport, read_redrives, read_stops, request_stop
 from millstream.errors import MillstreamError
 from millstream.services.console.pages import PageRequest
 
@@ -17,7 +17,7 @@ def start(page: PageRequest, refs: Sequence[DeadLetterRef], *, rate: float, abou
     return page.redirect("/letters", handler=page.wanted("handler"), done="redrive begun")
 
 
-def under_way(page: PageRequest, app: str, handler: str) -> Sequence[tuple[PacedRedrive, bool]]:
+def under_way(page: PageRequest, app: str, handler: str) -> Sequence[tuple[RedriveReport, bool]]:
     """The redrives of a handler that any console does, and whether the stop of each was requested."""
     found = read_redrives(page.client, app, handler)
     return list(zip(found, read_stops(page.client, app, found), strict=True))
