@@ -59,16 +59,23 @@ def run_console(serving: ConsoleOptions, *, on_ready: Callable[[str], None]) -> 
         redact=serving.redact,
         host_names=serving.host_names,
     )
+    history = HistoryWriter(serving.url)
+
+    async def begin_stop() -> None:
+        """Both have the same five seconds."""
+        await parts.redrives.begin_stop()
+        history.begin_stop()
+
     with listen(serving.host, serving.port, connections=serving.limits.connections) as listener:
         server = Server(
             make_console(parts),
             serving.limits,
             metrics=Recorder(),
             stop_s=STOP_S,
-            on_shutdown=parts.redrives.begin_stop,
+            on_shutdown=begin_stop,
             headers=SECURE_HEADERS,
         )
         server.stop_at_signals()
         on_ready(url_of(listener))
-        with HistoryWriter(serving.url):
+        with history:
             asyncio.run(server.serve([listener]))

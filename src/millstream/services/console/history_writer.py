@@ -6,6 +6,7 @@ import threading
 from typing import Self
 
 from millstream.admin.figure_history import FigureHistory, read_sample
+from millstream.clock import SYSTEM_CLOCK
 from millstream.errors import RedisError
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import history_writer_key
@@ -30,6 +31,7 @@ class HistoryWriter:
         self._client = Client(url, timeout_ms=_TIMEOUT_MS)
         self._token = secrets.token_hex(8)
         self._stopping = threading.Event()
+        self._deadline_ms = 0.0
         self._thread = threading.Thread(target=self._run, name="millstream-history", daemon=True)
 
     def __enter__(self) -> Self:
@@ -37,9 +39,15 @@ class HistoryWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop, within some seconds."""
-        self._stopping.set()
-        self._thread.join(_STOP_S)
+        """Stop, within five seconds from now, or from `begin_stop`."""
+        self.begin_stop()
+        self._thread.join(max(0.0, self._deadline_ms - SYSTEM_CLOCK.monotonic_ms()) / 1_000)
+
+    def begin_stop(self) -> None:
+        """Let the thread end. Returns at once."""
+        if not self._stopping.is_set():
+            self._deadline_ms = SYSTEM_CLOCK.monotonic_ms() + _STOP_S * 1_000
+            self._stopping.set()
 
     def write(self) -> bool:
         """Add a sample if this process holds the name, or can get it, and one is due; return whether it did.

@@ -137,6 +137,7 @@ class _Running:
                     "has not redriven stays a dead letter",
                     one.handler,
                 )
+            self._redrives.clear()  # so that the exit of the interpreter neither waits for them again nor logs them
 
 
 class _Redrive:
