@@ -141,7 +141,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, l
         found.run("check", str(app), "--newest", "--yes", code=1)
         _replay(found, app)
         found.run("acl", "worker")
-        found.run("acl", "console", "--into", "totals")
+        found.run("acl", "console", "--stream", "orders", "--into", "totals", "--app", "shop")
         found.run("bench", "--for", "1s", "--yes")
         found.run("init", str(folder / "project"))
         found.run("forget", "shop.plain", "--dry-run")
