@@ -43,7 +43,7 @@ class _Console:
     process: psutil.Process
 
 
-def run(*, streams: int = 100_000, messages: int = 40_000, viewers: int = 50, rounds: int = 3) -> dict[str, Any]:
+def run(*, streams: int = 100_000, messages: int = 200_000, viewers: int = 50, rounds: int = 5) -> dict[str, Any]:
     """Measure with `streams` streams, and the worker over `messages` messages."""
     with server() as client:
         _fill(client, streams)

@@ -399,6 +399,7 @@ def test_dead_letters_parked_keys_and_pauses_are_found_with_their_commands(clien
         "app.handle: paused on in",
     ]
     assert texts["dead-letters"].since_ms == int(oldest.partition(b"-")[0])
+    assert texts["parked"].since_ms == 1
     assert [one.mend[0] for one in texts.values()] == [
         "millstream dlq list app.handle",
         "millstream key list app.handle",

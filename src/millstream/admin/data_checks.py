@@ -25,12 +25,15 @@ from millstream.redis_client.escaping import escape
 from millstream.redis_client.formats import format_age, pluralize
 from millstream.redis_client.key_names import WAITING, HandlerKeys, stage_of, to_wire
 from millstream.redis_client.pipelining import call_all, send_all
+from millstream.redis_client.replies import mapping_of
 
 _FINISHED_ENTRIES = 10_000
 _UNREAD_ENTRIES = 1_000_000
 _NAMED = 3
 _RESTART_MS = 30_000  # as long as the restart of a worker or run may take
 _WATCHED = 100
+_MOST_PARKED = 1_000
+_MOST_DIGITS = 15
 _MEASURED_STREAMS = 100
 
 
@@ -43,6 +46,7 @@ class Data:
     * `damage`: why the keys of a handler on a stream are unreadable that its report does not look at
     * `due_ms`: when the first delayed message of each stream that has some is due, in Unix milliseconds
     * `letters_since_ms`: when the oldest dead letter of a handler was written, by its label, in Unix milliseconds
+    * `parked_since_ms`: since when the first of the parked keys of a handler has been parked, likewise
     * `known`: names of the handlers in the app's file, by app; {} if no file was given
     * `cli`: the redis-cli command that reaches the streams
     """
@@ -53,6 +57,7 @@ class Data:
     damage: Mapping[HandlerKeys, str]
     due_ms: Mapping[str, int]
     letters_since_ms: Mapping[str, int]
+    parked_since_ms: Mapping[str, int]
     old_ms: int
     known: Mapping[str, Collection[str]]
     cli: str
@@ -100,6 +105,7 @@ def read_data(
             client, sorted({one.name for one in found.streams} | {one.stream for one in found.handlers})
         ),
         letters_since_ms=_oldest_letters_ms(client, found.handlers),
+        parked_since_ms=_oldest_parks_ms(client, found.handlers),
         old_ms=old_ms,
         known=known,
         cli=cli,
@@ -157,6 +163,24 @@ def _oldest_letters_ms(client: Client, handlers: Sequence[HandlerReport]) -> dic
         if not isinstance(reply, RedisError) and reply[1]:
             written_ms = int(reply[1].partition(b"-")[0])
             oldest[one.label] = min(written_ms, oldest.get(one.label, written_ms))
+    return oldest
+
+
+def _oldest_parks_ms(client: Client, handlers: Sequence[HandlerReport]) -> dict[str, int]:
+    """Since when the first parked key of each handler has been parked, of the first hundred that have any.
+
+    A handler with more than a thousand such keys on a stream is left out, as is one with another stream beyond these.
+    """
+    having = [one for one in handlers if one.parked]
+    beyond = {one.label for one in having[_WATCHED:]} | {one.label for one in having if one.parked > _MOST_PARKED}
+    some = [one for one in having[:_WATCHED] if one.label not in beyond]
+    oldest: dict[str, int] = {}
+    for one, reply in zip(some, send_all(client, [("HGETALL", _keys(one).parked) for one in some]), strict=True):
+        texts = () if isinstance(reply, RedisError) else mapping_of(reply).values()
+        # The text of a key that waits until it has left another partition has no time.
+        since = [int(ms) for ms in (text.partition(b" ")[0] for text in texts) if ms.isdigit() and len(ms) <= _MOST_DIGITS]
+        if since:
+            oldest[one.label] = min(*since, oldest.get(one.label, since[0]))
     return oldest
 
 
@@ -389,6 +413,7 @@ def check_parked(data: Data) -> Iterator[Finding]:
                 handler=label,
                 severity="warning",
                 what=f"{label}: {pluralize(count, 'parked key')}",
+                since_ms=data.parked_since_ms.get(label),
                 why=f"{'its' if count == 1 else 'their'} messages wait until an operator unparks the key",
                 mend=(f"millstream key list {label}", f"millstream key unpark {label} KEY"),
             )
