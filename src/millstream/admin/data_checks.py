@@ -178,7 +178,9 @@ def _oldest_parks_ms(client: Client, handlers: Sequence[HandlerReport]) -> dict[
     for one, reply in zip(some, send_all(client, [("HGETALL", _keys(one).parked) for one in some]), strict=True):
         texts = () if isinstance(reply, RedisError) else mapping_of(reply).values()
         # The text of a key that waits until it has left another partition has no time.
-        since = [int(ms) for ms in (text.partition(b" ")[0] for text in texts) if ms.isdigit() and len(ms) <= _MOST_DIGITS]
+        since = [
+            int(ms) for ms in (text.partition(b" ")[0] for text in texts) if ms.isdigit() and len(ms) <= _MOST_DIGITS
+        ]
         if since:
             oldest[one.label] = min(*since, oldest.get(one.label, since[0]))
     return oldest
