@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import sys
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from millstream.handlers.sql_inbox import Inbox
 from millstream.model import Message
 from tests.support.databases import Database
 
+_STANDS = 0.2
 POINTS = ("noted", "written", "uncommitted", "committed", "acknowledged")
 
 
@@ -32,6 +34,7 @@ class Plan(msgspec.Struct):
 
     * `acks`: the file where it notes what it has acknowledged: its consumer group, as it were
     * `deaths`: the file where it and its twins note where they were killed
+    * `stands`: a file that it creates at a random point, where it then stands still until it is killed; "" for none
     * `chance`: of being killed, at each point of each message; more at a point where none of them was when it started
     """
 
@@ -41,6 +44,7 @@ class Plan(msgspec.Struct):
     deaths: str
     seed: int
     chance: float
+    stands: str = ""
 
 
 class Reaper:
@@ -49,11 +53,17 @@ class Reaper:
     def __init__(self, plan: Plan) -> None:
         self._random = random.Random(plan.seed)
         self._chance = plan.chance
+        self._stands = plan.stands
         self._deaths = Path(plan.deaths)
         self._spared = set(POINTS) - set(self._deaths.read_text().split() if self._deaths.exists() else ())
 
     def visit(self, point: str) -> None:
         """Die here, or go on."""
+        if self._stands:
+            if self._random.random() < _STANDS:
+                Path(self._stands).touch()
+                time.sleep(1_000_000)
+            return
         if self._random.random() >= (0.5 if point in self._spared else self._chance):
             return
         append(self._deaths, point)
