@@ -150,40 +150,47 @@ def _count_idle(client: Client, places: Sequence[tuple[str, str]], old_ms: int) 
 
 
 def _oldest_letters_ms(client: Client, handlers: Sequence[HandlerReport]) -> dict[str, int]:
-    """When the oldest dead letter of each handler was written, of the first hundred that have any. Their ids tell it.
-
-    A handler with another stream beyond these is left out: there may be older ones.
-    """
-    having = [one for one in handlers if one.dead_letters]
-    beyond = {one.label for one in having[_WATCHED:]}
-    some = [one for one in having[:_WATCHED] if one.label not in beyond]
+    """When the oldest dead letter of each handler was written, of those of `_first_of`. Their ids tell it."""
+    some = _first_of([one for one in handlers if one.dead_letters])
     calls = [(COUNT_ENTRIES, (to_wire(_keys(one).dead_letters),), ("0-0", 1, "+")) for one in some]
-    oldest: dict[str, int] = {}
-    for one, reply in zip(some, client.try_scripts(calls), strict=True):
-        if not isinstance(reply, RedisError) and reply[1]:
-            written_ms = int(reply[1].partition(b"-")[0])
-            oldest[one.label] = min(written_ms, oldest.get(one.label, written_ms))
-    return oldest
+    replies = zip(some, client.try_scripts(calls), strict=True)
+    return _earliest(
+        (one.label, int(reply[1].partition(b"-")[0]))
+        for one, reply in replies
+        if not isinstance(reply, RedisError) and reply[1]
+    )
 
 
 def _oldest_parks_ms(client: Client, handlers: Sequence[HandlerReport]) -> dict[str, int]:
-    """Since when the first parked key of each handler has been parked, of the first hundred that have any.
+    """Since when the first parked key of each handler has been parked, of those of `_first_of`.
 
-    A handler with more than a thousand such keys on a stream is left out, as is one with another stream beyond these.
+    A handler with more than a thousand such keys on a stream is left out.
     """
-    having = [one for one in handlers if one.parked]
-    beyond = {one.label for one in having[_WATCHED:]} | {one.label for one in having if one.parked > _MOST_PARKED}
-    some = [one for one in having[:_WATCHED] if one.label not in beyond]
-    oldest: dict[str, int] = {}
-    for one, reply in zip(some, send_all(client, [("HGETALL", _keys(one).parked) for one in some]), strict=True):
-        texts = () if isinstance(reply, RedisError) else mapping_of(reply).values()
-        # The text of a key that waits until it has left another partition has no time.
-        since = [
-            int(ms) for ms in (text.partition(b" ")[0] for text in texts) if ms.isdigit() and len(ms) <= _MOST_DIGITS
-        ]
-        if since:
-            oldest[one.label] = min(*since, oldest.get(one.label, since[0]))
-    return oldest
+    with_many = {one.label for one in handlers if one.parked > _MOST_PARKED}
+    some = [one for one in _first_of([one for one in handlers if one.parked]) if one.label not in with_many]
+    replies = zip(some, send_all(client, [("HGETALL", _keys(one).parked) for one in some]), strict=True)
+    texts = (
+        (one.label, text.partition(b" ")[0])
+        for one, reply in replies
+        if not isinstance(reply, RedisError)
+        for text in mapping_of(reply).values()
+    )
+    # The text of a key that waits until it has left another partition has no time.
+    return _earliest((label, int(ms)) for label, ms in texts if ms.isdigit() and len(ms) <= _MOST_DIGITS)
+
+
+def _first_of(having: Sequence[HandlerReport]) -> list[HandlerReport]:
+    """The first hundred handlers on streams, without those with another stream beyond these: they may have older ones."""
+    beyond = {one.label for one in having[_WATCHED:]}
+    return [one for one in having[:_WATCHED] if one.label not in beyond]
+
+
+def _earliest(times_ms: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """The earliest time of each name."""
+    found: dict[str, int] = {}
+    for name, at_ms in times_ms:
+        found[name] = min(at_ms, found.get(name, at_ms))
+    return found
 
 
 # --- The checks ---

@@ -14,6 +14,7 @@ from millstream.errors import AccessDenied, RedisError
 from millstream.redis_client.client import Client
 from millstream.redis_client.formats import pluralize
 from millstream.redis_client.key_names import stage_of
+from millstream.redis_client.replies import fields_of_info
 
 _DEFAULT_OLD_MS = 600_000
 
@@ -113,7 +114,7 @@ class _Servers:
 
 def _check_cluster_state(client: Client) -> Iterator[Finding]:
     for address, reply in client.execute_on_primaries("CLUSTER", "INFO"):
-        fields = dict(line.split(":", 1) for line in reply.decode().splitlines() if ":" in line)
+        fields = fields_of_info(reply)
         if fields.get("cluster_state") != "ok":
             yield Finding(
                 check="cluster",

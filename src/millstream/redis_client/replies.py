@@ -17,7 +17,7 @@ def mapping_of(items: Sequence[T]) -> dict[T, T]:
 
 
 def fields_of_info(reply: bytes) -> dict[str, str]:
-    """Return the fields of a reply to INFO."""
+    """Return the fields of a reply to INFO or CLUSTER INFO."""
     lines = (line.partition(":") for line in reply.decode("utf-8", "replace").splitlines())
     return {name: value for name, colon, value in lines if colon}
 
