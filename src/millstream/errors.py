@@ -2,7 +2,7 @@
 
 MillstreamError
 ├── ConfigError            the app file, an option or a URL is wrong; the message says what to change
-│   └── Incompatible       the server is too old for an option, or this program for the stored progress
+│   └── Incompatible       this program is too old for the stored progress
 ├── ServerError            the embedded redis-server could not be started, reached or stopped
 ├── RedisError             Redis refused a command or is unreachable (translated in `redis_client.error_translation`)
 │   ├── Unavailable        Redis is unreachable, loading, failing over or busy: retry later
@@ -47,9 +47,7 @@ class ConfigError(MillstreamError):
 
 
 class Incompatible(ConfigError):
-    """A handler refuses to start: the server lacks a command that an option needs, or a newer millstream has stored the
-    handler's progress.
-    """
+    """A handler refuses to start: a newer millstream has stored its progress."""
 
 
 class ServerError(MillstreamError):

@@ -1,4 +1,6 @@
-"""State that expires: so long after the last commit that changed it, on both engines, wherever its key moves."""
+"""State that expires: so long after the last commit that changed it, on both engines, wherever its key moves, on servers
+whose hash fields expire and on those where they cannot.
+"""
 
 import string
 from collections import defaultdict
@@ -11,21 +13,26 @@ import pytest
 
 from millstream import Message, State
 from millstream.admin.acl import RoleName, acl_rule
+from millstream.admin.inspection import count_states, list_states, read_state, state_expiry
+from millstream.admin.state_scan import scan_states
 from millstream.delivery.commit_store import KEY_PREFIX, CommitStore
 from millstream.delivery.effects import Effects
-from millstream.errors import AccessDenied, Incompatible
+from millstream.delivery.state_expiry import live_states, split_expiry
+from millstream.errors import AccessDenied, DecodeError
 from millstream.handlers.handler import Handler
+from millstream.partitions.key_migration import IMPORT_KEYS
 from millstream.partitions.partition_map import PartitionMap
 from millstream.partitions.partitions import Partitions
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.key_names import HandlerKeys
+from millstream.redis_client.pipelining import server_time_ms
 from tests.support.commandline import call
 from tests.support.partition_fixtures import BASE, Publisher, Worker, keys_of
 from tests.support.servers import server_that_knows
 from tests.support.task_fixtures import TaskFixture
 from tests.support.waiting import eventually
-from tests.support.workers import ending, make, working
+from tests.support.workers import make, working
 
 pytestmark = [pytest.mark.keys, pytest.mark.worker, pytest.mark.spark, pytest.mark.xdist_group("state_ttl")]
 
@@ -42,7 +49,7 @@ def newer() -> Iterator[EmbeddedServer]:
 
 
 @pytest.fixture
-def expiring(newer: EmbeddedServer) -> Iterator[Client]:
+def newest(newer: EmbeddedServer) -> Iterator[Client]:
     """A client of that server, which is empty."""
     newer.call("FLUSHALL")
     with Client(newer.url) as client:
@@ -50,11 +57,18 @@ def expiring(newer: EmbeddedServer) -> Iterator[Client]:
 
 
 @pytest.fixture
-def lasting(client: Client) -> Client:
-    """A client of a server that cannot let hash fields expire."""
+def older(client: Client) -> Client:
+    """A client of a server whose hash fields cannot expire."""
     if client.execute("COMMAND", "INFO", "HPEXPIRE") != [None]:
         pytest.skip("the server of this run can let hash fields expire")
     return client
+
+
+@pytest.fixture(params=["newest", "older"])
+def expiring(request: pytest.FixtureRequest) -> Client:
+    """A client of each of the two."""
+    found: Client = request.getfixturevalue(request.param)
+    return found
 
 
 def count_messages(message: Message, state: State) -> dict[str, int]:
@@ -75,16 +89,17 @@ def outputs(client: Client) -> list[int]:
     return [int(fields[1]) for _, fields in client.execute("XRANGE", "out", "-", "+")]
 
 
-def expires_ms(client: Client, key: str = "a") -> int:
-    """When the state of a key expires, in Unix milliseconds; -1 for never, -2 without one."""
-    found: int = client.execute("HPEXPIRETIME", KEYS.state, "FIELDS", 1, key)[0]
+def state_of(client: Client, key: str = "a") -> bytes | None:
+    """The state of a key as it was committed; None without one."""
+    (found,) = live_states(client, [client.execute("HGET", KEYS.state, key)])
     return found
 
 
-def left_ms(client: Client, key: str = "a") -> int:
+def left_ms(client: Client, key: str = "a") -> float:
     """How long the state of a key lasts."""
-    found: int = client.execute("HPTTL", KEYS.state, "FIELDS", 1, key)[0]
-    return found
+    expires_ms = state_expiry(client, KEYS, key.encode())
+    assert expires_ms is not None
+    return expires_ms - server_time_ms(client)
 
 
 def commit(client: Client, state: bytes, entry: int, *, ttl_ms: int | None) -> None:
@@ -100,7 +115,7 @@ def test_on_workers_a_key_begins_anew_when_its_state_has_expired(expiring: Clien
     publish(expiring)
     with working(expiring, counting(state_ttl_ms=SOON_MS)):
         eventually(lambda: len(outputs(expiring)) == 1, "the first message")
-        eventually(lambda: expiring.execute("HGET", KEYS.state, "a") is None, "the end of its state")
+        eventually(lambda: state_of(expiring) is None, "the end of its state")
         publish(expiring)
         eventually(lambda: len(outputs(expiring)) == 2, "the second message")
     assert outputs(expiring) == [1, 1]
@@ -120,36 +135,38 @@ def test_on_workers_a_state_lasts_for_its_time_after_the_last_commit(expiring: C
 
 def test_on_spark_a_key_begins_anew_when_its_state_has_expired(expiring: Client) -> None:
     bench = TaskFixture(expiring)
-    state = HandlerKeys("app", "handle", "in").state
     bench.process(bench.handler(state_ttl_ms=SOON_MS), bench.rows((1, b"a", {"n": 5})))
-    eventually(lambda: expiring.execute("HGET", state, "a") is None, "the end of its state")
+    eventually(lambda: state_of(expiring) is None, "the end of its state")
     bench.process(bench.handler(state_ttl_ms=HOUR_MS), bench.rows((2, b"a", {"n": 7})))
-    assert msgspec.msgpack.decode(expiring.execute("HGET", state, "a")) == {"sum": 7}
+    assert msgspec.msgpack.decode(state_of(expiring) or b"") == {"sum": 7}
     assert 0 < left_ms(expiring) <= HOUR_MS
 
 
 def test_each_commit_that_changes_a_state_sets_when_it_expires_and_none_without_the_option(expiring: Client) -> None:
     commit(expiring, b"\x81", 1, ttl_ms=HOUR_MS)
-    first = expires_ms(expiring)
+    first = state_expiry(expiring, KEYS, b"a")
     commit(expiring, b"\x82", 2, ttl_ms=2 * HOUR_MS)
-    assert expires_ms(expiring) >= first + HOUR_MS
+    second = state_expiry(expiring, KEYS, b"a")
+    assert first is not None
+    assert second is not None
+    assert second >= first + HOUR_MS
     commit(expiring, b"\x83", 3, ttl_ms=None)
-    assert expires_ms(expiring) == -1
+    assert (state_of(expiring), state_expiry(expiring, KEYS, b"a")) == (b"\x83", None)
     commit(expiring, b"", 4, ttl_ms=HOUR_MS)
-    assert expires_ms(expiring) == -2
+    assert expiring.execute("HEXISTS", KEYS.state, "a") == 0
 
 
 def test_a_restart_of_the_server_keeps_when_a_state_expires(
-    newer: EmbeddedServer, expiring: Client, monkeypatch: pytest.MonkeyPatch
+    newer: EmbeddedServer, newest: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commit(expiring, b"\x81", 1, ttl_ms=HOUR_MS)
-    before = expires_ms(expiring)
+    commit(newest, b"\x81", 1, ttl_ms=HOUR_MS)
+    before = state_expiry(newest, KEYS, b"a")
     monkeypatch.setenv("PATH", str(Path(newer.program.path).parent))  # that program again
     newer.kill()
     newer.start()
     with Client(newer.url) as again:
         assert again.execute("HGET", KEYS.state, "a") == b"\x81"
-        assert expires_ms(again) == before
+        assert state_expiry(again, KEYS, b"a") == before
 
 
 class ExpiringWorker(Worker):
@@ -158,14 +175,14 @@ class ExpiringWorker(Worker):
     state_ttl_ms = HOUR_MS
 
 
-def expiries(client: Client, layout: PartitionMap) -> dict[bytes, int]:
+def expiries(client: Client, layout: PartitionMap) -> dict[bytes, int | None]:
     """When the state of each key expires, in whatever partition it is."""
-    found: dict[bytes, int] = {}
+    found: dict[bytes, int | None] = {}
     for place in range(layout.count):
         state = keys_of(layout, place).state
         for key in client.execute("HKEYS", state):
             assert key not in found, "a key has two states"
-            (found[key],) = client.execute("HPEXPIRETIME", state, "FIELDS", 1, key)
+            found[key] = state_expiry(client, keys_of(layout, place), key)
     return found
 
 
@@ -175,29 +192,79 @@ def test_a_key_that_moves_to_another_partition_keeps_when_its_state_expires(expi
     worker.work()
     before = expiries(expiring, Partitions(expiring, BASE).require())
     assert len(before) == len(string.ascii_uppercase)
-    assert min(before.values()) > 0
+    assert None not in before.values()
     # A state that was set before the handler had the option never expires; neither does it after its key has moved.
     lasting_key = next(iter(before))
     for place in range(2):
-        expiring.execute("HPERSIST", keys_of(worker.moves.partition_map, place).state, "FIELDS", 1, lasting_key)
+        state = keys_of(worker.moves.partition_map, place).state
+        if stored := expiring.execute("HGET", state, lasting_key):
+            expiring.execute("HSET", state, lasting_key, split_expiry(stored)[0])
     layout = Partitions(expiring, BASE).grow(8)
     worker.refresh()
     worker.work()
     assert worker.moves.undrained() == []
-    assert expiries(expiring, layout) == {**before, lasting_key: -1}
+    assert expiries(expiring, layout) == {**before, lasting_key: None}
 
 
-def test_a_server_whose_hash_fields_cannot_expire_is_refused_before_anything_is_read(lasting: Client) -> None:
-    publish(lasting)
-    with pytest.raises(Incompatible, match=r"app\.handle has state_ttl_ms, .* Redis 7\.4 or newer, or Valkey 9"):
-        CommitStore(lasting, app="app", handler="handle", token=1, keyed=True, state_ttl_ms=HOUR_MS).begin_run(["in"])
-    with ending(Incompatible, lasting, counting()):
-        pass
-    with ending(Incompatible, lasting, counting(pattern="i*")):
-        pass
-    assert lasting.execute("EXISTS", KEYS.meta, KEYS.state, "out") == 0
-    with working(lasting, counting(state_ttl_ms=None)):
-        eventually(lambda: outputs(lasting) == [1], "the message, without the option")
+def test_where_hash_fields_cannot_expire_an_expired_state_is_none_to_every_reader(older: Client) -> None:
+    publish(older)
+    live = msgspec.msgpack.encode({"n": 1})
+    store = CommitStore(older, app="app", handler="handle", token=1, keyed=True)
+    store.begin_run(["in"])
+    past_ms, then_ms = int(server_time_ms(older)) - 1, int(server_time_ms(older)) + HOUR_MS
+    for key, expires_ms in (("gone", past_ms), ("a", then_ms)):
+        older.execute("HSET", KEYS.state, key, b"\xc1%d " % expires_ms + live)
+    assert store.load({"in": ([], [b"gone", b"a", b"none"])}) == {"in": {b"sa": live}}
+    assert [one[:3] for page in scan_states(older, [KEYS]) for one in page] == [("in", b"a", live)]
+    assert [*list_states(older, KEYS)] == [(b"a", (live, then_ms))]
+    assert count_states(older, KEYS, [b"gone", b"a"]) == 1
+    assert (read_state(older, KEYS, b"gone"), read_state(older, KEYS, b"a")) == (None, {"n": 1})
+    publish(older, "gone")
+    with working(older, counting(state_ttl_ms=None)):
+        eventually(lambda: sorted(outputs(older)) == [1, 2], "both messages")
+
+
+def test_where_hash_fields_cannot_expire_each_state_that_is_set_removes_others_that_have_expired(older: Client) -> None:
+    store = CommitStore(older, app="app", handler="handle", token=1, state_ttl_ms=1)
+    for n in range(200):
+        units = [expiring_unit(10 * n + one) for one in range(10)]
+        assert store.commit({"in": units}) == []
+        pause_until_expired(older)
+    # Each commit sets ten states and looks at thirty of those that are stored, all of which but the ten have expired.
+    assert older.execute("HLEN", KEYS.state) < 100
+
+
+def test_a_key_that_moves_from_a_newer_server_to_an_older_one_keeps_when_its_state_expires(older: Client) -> None:
+    then_ms = server_time_ms(older) + HOUR_MS
+    older.execute("HSET", HandlerKeys("app", "handle", "in").awaiting, b"ka", "0 0 migrating from out")
+    store = CommitStore(older, app="app", handler="handle", token=1, keyed=True, state_ttl_ms=HOUR_MS)
+    exported = b"%d \x81" % then_ms  # as lua/partitions/export_keys.lua returns it there
+    assert store.run_script(IMPORT_KEYS, "in", [0, "1", b"ka", "0 0 migrating from out", exported]) == 1
+    assert (state_of(older), state_expiry(older, KEYS, b"a")) == (b"\x81", then_ms)
+
+
+def expiring_unit(number: int) -> Effects:
+    """One message of a key of its own, which sets a state."""
+    unit = Effects(KEY_PREFIX + b"%d" % number, b"", state_field=b"%d" % number, state=b"\x81", message_count=1)
+    unit.first_id = unit.last_id = f"{number + 1}-0"
+    return unit
+
+
+def pause_until_expired(client: Client) -> None:
+    """Return when what was stored before, for a millisecond, has expired."""
+    until_ms = server_time_ms(client) + 2
+    eventually(lambda: server_time_ms(client) > until_ms, "two milliseconds")
+
+
+@pytest.mark.parametrize("stored", [b"\xc1", b"\xc1 ", b"\xc1x \x80", b"\xc1" + b"9" * 400 + b" \x80"])
+def test_what_only_looks_like_a_state_that_expires_is_damaged_and_stays(older: Client, stored: bytes) -> None:
+    publish(older)
+    older.execute("HSET", KEYS.state, "a", stored)
+    with pytest.raises(DecodeError, match="the state of b'a' is damaged"):
+        read_state(older, KEYS, b"a")
+    with working(older, counting()):
+        eventually(lambda: older.execute("XLEN", KEYS.dead_letters) == 1, "its dead letter")
+    assert older.execute("HGET", KEYS.state, "a") == stored
 
 
 def begin(store: CommitStore, role: RoleName) -> None:
@@ -209,9 +276,10 @@ def begin(store: CommitStore, role: RoleName) -> None:
 
 
 def test_the_rights_for_states_that_expire_are_printed_when_asked_and_checked_at_the_start(expiring: Client) -> None:
+    is_newer = expiring.execute("COMMAND", "INFO", "HPEXPIRE") != [None]
     for role in (RoleName.WORKER, RoleName.SPARK):
-        for lacking in ("hpexpire", "hpexpireat", "hpexpiretime", ""):
-            line = acl_rule("clerk", [role], app="app", state_ttl=True).line.split()
+        for lacking in (*(("hpexpire", "hpexpireat", "hpexpiretime") if is_newer else ("hrandfield",)), ""):
+            line = acl_rule("clerk", [role], app="app", state_ttl=is_newer).line.split()
             expiring.execute(*(word for word in line if word != f"+{lacking}"), "nopass")
             with Client(expiring.url.replace("redis://", "redis://clerk:x@")) as limited:
                 store = CommitStore(limited, app="app", handler="handle", token=1 << 60, state_ttl_ms=HOUR_MS)
@@ -227,7 +295,7 @@ def test_the_commands_show_when_a_state_expires(expiring: Client) -> None:
     CommitStore(expiring, app="app", handler="handle", token=1, keyed=True).begin_run(["in"])
     commit(expiring, msgspec.msgpack.encode({"n": 1}), 1, ttl_ms=HOUR_MS)
     expiring.execute("HSET", KEYS.state, "b", msgspec.msgpack.encode({"n": 2}))
-    at_ms = expires_ms(expiring)
+    at_ms = state_expiry(expiring, KEYS, b"a")
     shown = call("state", "show", "app.handle", "a", "--json", url=expiring.url)
     assert (shown.json(), "the state expires at 20" in shown.err) == ({"n": 1}, True)
     assert "expires" not in call("state", "show", "app.handle", "b", url=expiring.url).err

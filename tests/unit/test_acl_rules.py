@@ -15,7 +15,7 @@ from millstream.redis_client.scripts import Script
 pytestmark = [pytest.mark.cli]
 
 CALL = re.compile(
-    r"(?:(?:redis\.p?call|redis\.acl_check_cmd|\bcall|\btry|\bmay)\(|\bpcall\(may,)\s*'([A-Z]+)'(?:,\s*'([A-Z]+)')?"
+    r"(?:(?:redis\.p?call|redis\.acl_check_cmd|\bcall|\btry|\bmay)\(|\bpcall\(redis\.acl_check_cmd,)\s*'([A-Z]+)'(?:,\s*'([A-Z]+)')?"
 )
 CONTAINERS = ("XGROUP", "XINFO")
 

@@ -19,13 +19,14 @@ from millstream.delivery.long_runs import read_long_runs
 from millstream.delivery.pause import Pause, parse_pause
 from millstream.delivery.rate_override import RateOverride, parse_rate_override
 from millstream.delivery.restarts import read_restarts
+from millstream.delivery.state_expiry import live_states, live_states_and_expiries, split_expiry
 from millstream.errors import AccessDenied, ConfigError, DecodeError, GroupMissing, RedisError, WrongType
 from millstream.handlers.upcasting import parse_version_and_state
 from millstream.model import EntryId
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import PREFIX, HandlerKeys, from_wire, run_name, to_wire
 from millstream.redis_client.pipelining import send_all, server_time_ms
-from millstream.redis_client.replies import mapping_of, pairs_of
+from millstream.redis_client.replies import mapping_of
 from millstream.redis_client.resp import Arg, Command, Reply
 
 _SCAN_PAGE = 1_000
@@ -175,33 +176,46 @@ def read_state(client: Client, keys: HandlerKeys, key: bytes) -> dict[str, Any] 
 
 def read_version_and_state(client: Client, keys: HandlerKeys, key: bytes) -> tuple[int, dict[str, Any]] | None:
     """The version and the state of `key`; None if it has none. Raises DecodeError if it is damaged, and RedisError."""
-    blob = client.execute("HGET", to_wire(keys.state), key)
+    (blob,) = live_states(client, [client.execute("HGET", to_wire(keys.state), key)])
     return None if blob is None else decode_version_and_state(key, blob)
 
 
-def list_states(client: Client, keys: HandlerKeys, match: str = "*") -> Iterator[tuple[bytes, bytes]]:
-    """Keys whose names match the glob `match`, each with its encoded state (see `decode_version_and_state`). In no order.
+def list_states(
+    client: Client, keys: HandlerKeys, match: str = "*"
+) -> Iterator[tuple[bytes, tuple[bytes, int | None]]]:
+    """Keys whose names match the glob `match`, each with its encoded state (see `decode_version_and_state`) and the expiry
+    that is stored with it (see `split_expiry`). In no order.
 
     A key that is added or removed meanwhile may be missing or come twice (Redis HSCAN). Raises RedisError.
     """
     cursor: Arg = 0
     while True:
         cursor, items = client.execute("HSCAN", to_wire(keys.state), cursor, "MATCH", match, "COUNT", _SCAN_PAGE)
-        yield from pairs_of(items)
+        found = zip(items[::2], live_states_and_expiries(client, items[1::2]), strict=True)
+        yield from ((key, state) for key, state in found if state is not None)
         if int(cursor) == 0:
             return
 
 
-def state_expiries(client: Client, keys: HandlerKeys, wanted: Sequence[bytes]) -> list[int | None]:
+def state_expiry(client: Client, keys: HandlerKeys, key: bytes) -> int | None:
+    """When the state of `key` expires: see `state_expiries`."""
+    stored = client.execute("HGET", to_wire(keys.state), key)
+    return state_expiries(client, keys, [(key, stored and split_expiry(stored)[1])])[0]
+
+
+def state_expiries(client: Client, keys: HandlerKeys, wanted: Sequence[tuple[bytes, int | None]]) -> list[int | None]:
     """When the state of each of these keys expires, in Unix milliseconds; None for never, or where there is no state.
 
-    None for all, too, where the server cannot let states expire, or this user may not ask. Raises RedisError.
+    `wanted`: each key, and the expiry that is stored with its state. Without one the server is asked; None, too, where this
+    user may not ask. Raises RedisError.
     """
     found: list[int | None] = []
     for at in range(0, len(wanted), _SCAN_PAGE):
         some = wanted[at : at + _SCAN_PAGE]
-        (reply,) = client.pipeline([("HPEXPIRETIME", to_wire(keys.state), "FIELDS", len(some), *some)])
-        found += [one if one >= 0 else None for one in reply] if isinstance(reply, list) else [None] * len(some)
+        names = [key for key, _ in some]
+        (reply,) = client.pipeline([("HPEXPIRETIME", to_wire(keys.state), "FIELDS", len(names), *names)])
+        of_fields = reply if isinstance(reply, list) else [-1] * len(names)
+        found += [stored if field < 0 else field for (_, stored), field in zip(some, of_fields, strict=True)]
     return found
 
 
@@ -216,7 +230,7 @@ def decode_version_and_state(key: bytes, blob: bytes) -> tuple[int, dict[str, An
 def count_states(client: Client, keys: HandlerKeys, wanted: Sequence[bytes]) -> int:
     """How many of these keys have a state. Raises RedisError."""
     found = send_all(client, [("HGET", to_wire(keys.state), key) for key in wanted])
-    return sum(raise_if_error(blob) is not None for blob in found)
+    return sum(state is not None for state in live_states(client, [raise_if_error(blob) for blob in found]))
 
 
 def reset_states(client: Client, keys: HandlerKeys, wanted: Sequence[bytes]) -> int:

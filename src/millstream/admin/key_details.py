@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from millstream.admin.inspection import read_state, state_expiries
+from millstream.admin.inspection import read_state, state_expiry
 from millstream.admin.key_explanation import KeyReport
 from millstream.admin.key_inspection import inspect_key
 from millstream.delivery.keyed_stream import queue_of_key
@@ -67,7 +67,7 @@ def _read(client: Client, keys: HandlerKeys, report: KeyReport, most: int) -> Ke
         entries=_first_entries(client, keys, queue_of_key(report.key, b""), most) if report.queue else (),
         state=state,
         state_problem=problem,
-        expires_ms=state_expiries(client, keys, [report.key])[0],
+        expires_ms=state_expiry(client, keys, report.key),
     )
 
 

@@ -8,11 +8,11 @@ from itertools import chain
 from typing import NamedTuple
 
 from millstream.delivery.commit_store import FORMAT, describe_newer_format
+from millstream.delivery.state_expiry import live_states_and_expiries
 from millstream.errors import ConfigError, MillstreamError
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import PREFIX, HandlerKeys, from_wire, to_wire
 from millstream.redis_client.pipelining import call_all
-from millstream.redis_client.replies import pairs_of
 from millstream.redis_client.resp import Command, Node, Reply, RespConnection
 
 _HASHES_AT_ONCE = 64
@@ -23,11 +23,14 @@ _START = b"0"
 
 
 class StoredState(NamedTuple):
-    """The state of a key, as it is stored in Redis: see `decode_version_and_state`."""
+    """The state of a key, as it was committed (see `decode_version_and_state`), and the expiry that is stored with it (see
+    `split_expiry`).
+    """
 
     stream: str
     key: bytes
     blob: bytes
+    expires_ms: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,15 +93,15 @@ def scan_states(client: Client, places: Sequence[HandlerKeys]) -> Iterator[list[
         # A connection of its own: a client opens a lost one again, perhaps to another server, where a cursor means
         # something else.
         with closing(client.dial(node)) as connection:
-            yield from _NodeScan(connection, client.timeout_ms, some).pages()
+            yield from _NodeScan(client, connection, some).pages()
 
 
 class _NodeScan:
     """Scans hashes on one server, some side by side, and asks for the next page before it hands out the last one."""
 
-    def __init__(self, connection: RespConnection, timeout_ms: float, places: Sequence[HandlerKeys]) -> None:
+    def __init__(self, client: Client, connection: RespConnection, places: Sequence[HandlerKeys]) -> None:
+        self._client = client
         self._connection = connection
-        self._timeout_ms = timeout_ms
         self._waiting = deque(places)
         self._cursors: dict[HandlerKeys, bytes] = {}
         self._keys_wanted = _FIRST_KEYS
@@ -128,7 +131,7 @@ class _NodeScan:
     def _replies(self, asked: Sequence[HandlerKeys]) -> Iterator[tuple[HandlerKeys, Reply]]:
         left = deque(asked)
         while left:
-            for reply in self._connection.wait_and_receive(self._timeout_ms):
+            for reply in self._connection.wait_and_receive(self._client.timeout_ms):
                 yield left.popleft(), raise_if_error(reply)
 
     def _take(self, place: HandlerKeys, reply: Reply) -> Iterator[StoredState]:
@@ -137,7 +140,9 @@ class _NodeScan:
             del self._cursors[place]
         else:
             self._cursors[place] = cursor
-        return (StoredState(place.stream, key, blob) for key, blob in pairs_of(items))
+        states = live_states_and_expiries(self._client, items[1::2])
+        found = zip(items[::2], states, strict=True)
+        return (StoredState(place.stream, key, *state) for key, state in found if state is not None)
 
     def _resize(self, page: Sequence[StoredState]) -> None:
         """Ask for as many keys as have about a page of bytes; for few more than before, as larger ones may follow."""

@@ -16,6 +16,7 @@ from millstream.admin.inspection import (
     read_version_and_state,
     reset_states,
     state_expiries,
+    state_expiry,
 )
 from millstream.admin.state_scan import scan_states, state_hashes
 from millstream.cli.handler_names import HandlerName
@@ -51,7 +52,7 @@ def show(
     with Client(url) as client:
         keys = handler_on(client, handler, stream)
         found = read_version_and_state(client, keys, unescape(key))
-        (expires_ms,) = state_expiries(client, keys, [unescape(key)])
+        expires_ms = state_expiry(client, keys, unescape(key))
     if found is None:
         raise MillstreamError(
             f"{handler} has no state for {key} on {keys.stream}; see: millstream state list {handler}"
@@ -80,8 +81,9 @@ def list_(
     with Client(url) as client:
         keys = handler_on(client, handler, stream)
         found = dict(islice(list_states(client, keys, match), limit + 1))
-        shown = sorted(found.items())[:limit]
-        expiries = state_expiries(client, keys, [key for key, _ in shown])
+        first = sorted(found.items())[:limit]
+        expiries = state_expiries(client, keys, [(key, stored) for key, (_, stored) in first])
+    shown = [(key, blob) for key, (blob, _) in first]
     if as_json:
         for (key, blob), expires_ms in zip(shown, expiries, strict=True):
             print_json(_json_line(key, blob, expires_ms))
@@ -113,7 +115,7 @@ def export(
         for page in scan_states(client, places):
             for of, some in groupby(page, lambda one: one.stream):
                 states = list(some)
-                expiries = state_expiries(client, by_stream[of], [one.key for one in states])
+                expiries = state_expiries(client, by_stream[of], [(one.key, one.expires_ms) for one in states])
                 for one, expires_ms in zip(states, expiries, strict=True):
                     print_json({"stream": escape(of), **_json_line(one.key, one.blob, expires_ms)})
             sys.stdout.flush()

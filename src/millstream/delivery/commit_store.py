@@ -18,6 +18,7 @@ import msgspec
 from millstream.delivery.effects import FAILED_SUFFIX, U, last_ids_of, split_bare
 from millstream.delivery.pause import Pause, parse_pause
 from millstream.delivery.rate_override import RateOverride, parse_rate_override
+from millstream.delivery.state_expiry import live_states
 from millstream.errors import CommandFailed, ConfigError, Incompatible, StaleOwner
 from millstream.model import EntryId
 from millstream.redis_client.call import Call
@@ -145,9 +146,8 @@ class CommitStore:
     def begin_run(self, streams: Sequence[str]) -> dict[str, CommittedPosition]:
         """Raise the epoch of each stream to this run's token, and return how far each stream is committed.
 
-        Also raises AccessDenied if the Redis user lacks a right that `commit` will need, and ConfigError if keys are
-        parked and the handler has none; and Incompatible if states are to expire and the server cannot let them, or if a newer
-        version of millstream has stored the progress.
+        Also raises AccessDenied if the Redis user lacks a right that `commit` will need, ConfigError if keys are parked
+        and the handler has none, and Incompatible if a newer version of millstream has stored the progress.
         """
         args = (self.token, self._group, "1" if self._keyed else "", self._expires, FORMAT)
         replies = self._run(BEGIN_RUN, [(self._script_keys(stream), args) for stream in streams])
@@ -179,7 +179,8 @@ class CommitStore:
         """Load offsets and states: per stream, the values of the offset fields and state fields that exist.
 
         `wanted` maps a stream to its offset fields and state fields. Offsets are read before states: a commit in
-        between then shows as a moved offset, never as an unseen state. State fields come back prefixed with b"s".
+        between then shows as a moved offset, never as an unseen state. State fields come back prefixed with b"s"; a
+        state that has expired is none.
         """
         commands: list[Command] = []
         requests: list[tuple[str, bytes, Sequence[bytes]]] = []
@@ -192,8 +193,8 @@ class CommitStore:
                     requests.append((stream, prefix, chunk))
         found: dict[str, dict[bytes, bytes]] = {stream: {} for stream in wanted}
         for (stream, prefix, chunk), reply in zip(requests, self._client.pipeline(commands), strict=True):
-            values = found[stream]
-            for name, value in zip(chunk, raise_if_error(reply), strict=True):
+            values, stored = found[stream], raise_if_error(reply)
+            for name, value in zip(chunk, live_states(self._client, stored) if prefix else stored, strict=True):
                 if value is not None:
                     values[prefix + name] = value
         return found
@@ -447,11 +448,6 @@ class CommitStore:
                 stored, _, stream = error.detail.partition(" ")
                 raise Incompatible(
                     f"{'.'.join(self._owner)} on {stream} is {describe_newer_format(stored)}; nothing is lost"
-                ) from error
-            if error.code == "NOEXPIRY":
-                raise Incompatible(
-                    f"{'.'.join(self._owner)} has state_ttl_ms, and this server cannot let the fields of a hash expire (HPEXPIRE): "
-                    "use Redis 7.4 or newer, or Valkey 9 or newer, or remove the option"
                 ) from error
             if error.code == "PARKED":
                 raise ConfigError(

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.effects import FAILED_SUFFIX
+from millstream.delivery.state_expiry import live_states
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
 from millstream.redis_client.pipelining import call_all
@@ -169,4 +170,5 @@ def read_queue(client: Client, keys: HandlerKeys, name: bytes, most: int) -> Def
         ],
     )
     entries = [(one.decode(), entry[0][1] if entry else None) for one, entry in zip(head, found, strict=True)]
-    return DeferredKey(entries, int(failed or 0), state or b"")
+    (live,) = live_states(client, [state])
+    return DeferredKey(entries, int(failed or 0), live or b"")

@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Literal
 
 from millstream.admin.redis_metrics import streams_of
+from millstream.delivery.state_expiry import live_states
 from millstream.errors import DecodeError
 from millstream.groups import Group
 from millstream.handlers.attempt import BatchOutcome, DeadLettered, Done, Outcome, RetryLater
@@ -176,7 +177,8 @@ class _Rehearsal:
         place = message.stream, message.key
         if place not in self._states:
             keys = HandlerKeys(self._handler.app, self._handler.name, message.stream)
-            self._states[place] = self._client.execute("HGET", keys.state, message.key) or b""
+            (state,) = live_states(self._client, [self._client.execute("HGET", keys.state, message.key)])
+            self._states[place] = state or b""
         return self._states[place]
 
     def _add(self, message: Message, outcome: Outcome) -> None:

@@ -8,8 +8,7 @@
 --       entries up to it are committed unless they are incomplete; 1 if there are key queues, else 0; the rate that an
 --       operator has set ('' = none)
 -- ERROR STALE when a newer run has raised the epoch further; NOPERM when a commit would be refused one of its writes;
---       PARKED when there are parked keys, and the handler has no key; NOEXPIRY when states are to expire, and the server
---       cannot let them; FORMAT when a newer version has stored the keys
+--       PARKED when there are parked keys, and the handler has no key; FORMAT when a newer version has stored the keys
 --
 -- INVARIANT  The epoch never goes back. The progress of workers is kept: everything up to the committed id is
 --   committed, and an entry committed beyond it has an offset, or lies below the takeover offset and is not incomplete.
@@ -18,6 +17,7 @@
 
 -- include ids
 -- include acl_probe
+-- include field_expiry
 -- include expiry_probe
 -- include stored_format
 -- include key_queues

@@ -46,6 +46,8 @@
 -- include key_queues
 -- include cancellation
 -- include acl_probe
+-- include field_expiry
+-- include expiring_state
 
 local function check_type(key, wanted)
   local found = redis.call('TYPE', key)['ok']
@@ -143,10 +145,35 @@ local function complete_entry(id, offset_field, beyond)
   if not failure and (not max_offset or less(max_offset, id)) then max_offset = id end
 end
 
+local fields_expire
+local states_marked = 0
+
 -- HSET by itself lets the value live for ever: it removes the expiry that the field had.
 local function set_expiring(field, value, ttl_ms)
-  try('HSET', KEYS[3], field, value)
-  try('HPEXPIRE', KEYS[3], ttl_ms, 'FIELDS', 1, field)
+  if fields_expire == nil then fields_expire = can_fields_expire(KEYS[3]) end
+  if fields_expire then
+    try('HSET', KEYS[3], field, value)
+    try('HPEXPIRE', KEYS[3], ttl_ms, 'FIELDS', 1, field)
+  else
+    try('HSET', KEYS[3], field, mark_expiry(value, now_ms() + ttl_ms))
+    states_marked = states_marked + 1
+  end
+end
+
+-- Where the server removes no field by itself, each state that is set pays for a look at some others: so of all that are
+-- stored, at most one in so many has expired in the long run, however many keys there are and none has messages again.
+local EXPIRED_SAMPLE = 3
+
+local function drop_some_expired()
+  local some = redis.pcall('HRANDFIELD', KEYS[3], EXPIRED_SAMPLE * states_marked, 'WITHVALUES')
+  if some.err then return end -- the commit is done; the next run is refused for the lack of this right
+  local ms, expired = now_ms(), {}
+  for i = 1, #some, 2 do
+    if not live_state(some[i + 1], ms) then expired[#expired + 1] = some[i] end
+  end
+  for i = 1, #expired, MAX_UNPACK do
+    redis.call('HDEL', KEYS[3], unpack(expired, i, math.min(i + MAX_UNPACK - 1, #expired)))
+  end
 end
 
 local STREAM_BASE = string.match(KEYS[1], '^(.*:)[^:]*:meta$')
@@ -357,6 +384,7 @@ end
 if written > 0 then redis.call('HINCRBY', KEYS[1], 'written', written) end
 if dead > 0 then redis.call('HINCRBY', KEYS[1], 'dead', dead) end
 if #refused > 0 then redis.call('HINCRBY', KEYS[1], 'refused', #refused) end
+if states_marked > 0 and not failure then drop_some_expired() end
 release_leases()
 notify_idle(#requeued)
 if replay and not failure then redis.call('SET', replay, ARGV[4] .. ' ' .. table.concat(refused, ' '), 'EX', 3600) end

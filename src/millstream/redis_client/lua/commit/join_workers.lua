@@ -8,8 +8,7 @@
 --       6 number of the format that the caller knows
 -- REPLY epoch; 1 if the group was lost and has been recreated, else 0
 -- ERROR NOPERM when a commit would be refused one of its writes; STALE when a Spark run is newer than ARGV 4; PARKED
---       when there are parked keys, and these workers have no key; NOEXPIRY when states are to expire, and the server
---       cannot let them; FORMAT when a newer version has stored the keys
+--       when there are parked keys, and these workers have no key; FORMAT when a newer version has stored the keys
 --
 -- INVARIANT  The epoch is raised when workers take over from Spark, or from workers of the other kind, so that those
 --   still alive are refused, and by no other action of workers. A lost group is recreated at the committed id: nothing
@@ -18,6 +17,7 @@
 
 -- include ids
 -- include acl_probe
+-- include field_expiry
 -- include expiry_probe
 -- include stored_format
 -- include key_queues

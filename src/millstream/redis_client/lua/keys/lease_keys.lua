@@ -26,6 +26,7 @@
 -- include key_queues
 -- include lost_leases
 -- include entry_sizes
+-- include expiring_state
 -- include refusal
 
 local group, consumer, incarnation = ARGV[2], ARGV[3], ARGV[4]
@@ -203,7 +204,7 @@ local function store_leases(from, to)
   local states = ARGV[9] == '1' and redis.call('HMGET', KEYS[3], unpack(fields)) or {}
   for i, state in ipairs(states) do
     local one = leased[from + i - 1]
-    if state and string.sub(one[1], 1, 1) == 'k' then one[3] = state end
+    if state and string.sub(one[1], 1, 1) == 'k' then one[3] = live_state(state, ms) or '' end
   end
 end
 

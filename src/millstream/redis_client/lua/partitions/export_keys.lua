@@ -5,7 +5,7 @@
 -- ARGV  1 its close id   2 '1' if states expire   3.. names of key queues
 -- REPLY nothing, if there may still be entries up to the close id that are in no queue; else the fence, and for each queue:
 --       0 if it has entries or is parked, 1 if the key has left, or the state that it left: if states expire, when it
---       does (Unix milliseconds; below 0: never), a space, and the state
+--       does (Unix milliseconds; below 0: never, or as the state itself says), a space, and the state
 --
 -- INVARIANT  Producers publish no entries of these keys here beyond the close id. So a reply other than 0 stays valid,
 --   until the state is imported.
@@ -13,11 +13,14 @@
 -- include ids
 -- include key_queues
 -- include closed_state
+-- include field_expiry
 
 local function state_of(key)
   local state = redis.call('HGET', KEYS[3], key)
   if not state or ARGV[2] ~= '1' then return state end
-  return string.format('%.0f ', redis.call('HPEXPIRETIME', KEYS[3], 'FIELDS', 1, key)[1]) .. state
+  local expires_at = -1
+  if can_fields_expire(KEYS[3]) then expires_at = redis.call('HPEXPIRETIME', KEYS[3], 'FIELDS', 1, key)[1] end
+  return string.format('%.0f ', expires_at) .. state
 end
 
 if not is_enqueued_to(ARGV[1]) then return {} end

@@ -12,13 +12,21 @@
 
 -- include key_queues
 -- include migration_state
+-- include field_expiry
+-- include expiring_state
 
 local function store(key, state)
   if ARGV[2] ~= '1' then return redis.call('HSET', KEYS[3], key, state) end
   local space = string.find(state, ' ', 1, true)
-  local expires_at = string.sub(state, 1, space - 1)
-  redis.call('HSET', KEYS[3], key, string.sub(state, space + 1))
-  if tonumber(expires_at) >= 0 then redis.call('HPEXPIREAT', KEYS[3], expires_at, 'FIELDS', 1, key) end
+  local expires_at, blob = string.sub(state, 1, space - 1), string.sub(state, space + 1)
+  if tonumber(expires_at) < 0 then
+    redis.call('HSET', KEYS[3], key, blob)
+  elseif can_fields_expire(KEYS[3]) then
+    redis.call('HSET', KEYS[3], key, blob)
+    redis.call('HPEXPIREAT', KEYS[3], expires_at, 'FIELDS', 1, key)
+  else
+    redis.call('HSET', KEYS[3], key, mark_expiry(blob, expires_at))
+  end
 end
 
 local ended, ready = 0, 0
