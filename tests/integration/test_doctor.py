@@ -217,6 +217,17 @@ def test_a_user_of_one_role_is_warned_of_the_checks_that_it_may_not_run(admin: C
         assert only(client, "access").severity == "problem"
 
 
+def test_checks_that_lack_the_same_right_are_one_line_that_names_all_of_them(admin: Client) -> None:
+    fill(admin, 3)
+    admin.execute(*acl_rule("clerk", [RoleName.CONSOLE]).line.split(), ">secret")
+    url = admin.url.replace("://", "://clerk:secret@")
+    with Client(url) as client:
+        unchecked = [one.check for one in diagnose(client).findings if "CONFIG GET" in one.what]
+    assert len(unchecked) > 2
+    lines = [one for one in call("doctor", url=url).out.splitlines() if "CONFIG GET" in one]
+    assert [one.split(": ")[0] for one in lines] == [f"warning  {', '.join(unchecked)}"]
+
+
 def test_the_default_user_has_the_rights_of_all_roles(admin: Client) -> None:
     (one,) = [one for one in diagnose(admin).findings if one.check == "rights"]
     assert one.severity == "ok"

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from millstream.admin.reports import Engine
 from millstream.errors import MillstreamError
@@ -40,6 +41,16 @@ def run_check(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Fin
         yield from tuple(check())
     except MillstreamError as error:
         yield Finding(check=name, severity="warning", what=f"not checked: {error}", is_checked=False)
+
+
+def merge_unchecked(findings: Iterable[Finding]) -> list[Finding]:
+    """The findings in order; checks that failed for the same reason become one, at the place of the first of them."""
+    merged: dict[object, Finding] = {}
+    for one in findings:
+        reason = one if one.is_checked else (one.severity, one.what)
+        known = merged.get(reason)
+        merged[reason] = one if known is None or one.is_checked else replace(known, check=f"{known.check}, {one.check}")
+    return list(merged.values())
 
 
 def start_command(engine: Engine, app: str) -> str:

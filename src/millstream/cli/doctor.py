@@ -8,7 +8,7 @@ import typer
 from msgspec.structs import asdict
 
 from millstream.admin.doctor import Diagnosis, diagnose
-from millstream.admin.findings import Finding
+from millstream.admin.findings import Finding, merge_unchecked
 from millstream.admin.time_inputs import Duration
 from millstream.app import load_app
 from millstream.cli.options import Json, Url, duration
@@ -60,8 +60,9 @@ def doctor(
 
 
 def _print(found: Diagnosis) -> None:
+    findings = merge_unchecked(found.findings)
     for severity in ("problem", "warning", "ok"):
-        _print_findings(one for one in found.findings if one.severity == severity)
+        _print_findings(one for one in findings if one.severity == severity)
     if found.is_sample:
         print_message(f"looked at a sample of {pluralize(found.streams, 'stream')}; --limit N looks at more")
     counts = Counter(one.severity for one in found.findings)

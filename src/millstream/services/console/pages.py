@@ -171,9 +171,9 @@ class PageRequest:
         self.shared.clear()
         return AuditLog(self.client).action(by=self.viewer.name, action=action, about=about)
 
-    def render(self, template: str, **values: Any) -> Response:
-        """A page made of a template."""
-        return HTMLResponse(render(template, page=self, intervals_s=REFRESH_S, **values))
+    def render(self, template: str, *, status: int = 200, **values: Any) -> Response:
+        """A page made of a template; `status`: that of HTTP."""
+        return HTMLResponse(render(template, page=self, intervals_s=REFRESH_S, **values), status)
 
     def redirect(self, path: str, /, **parameters: str | None) -> Response:
         """Go to another page after an action, so that a reload does not repeat it. It shows `done`, which is signed."""

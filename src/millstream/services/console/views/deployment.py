@@ -9,6 +9,7 @@ from starlette.responses import Response
 from millstream.admin.attention import sentence_of
 from millstream.admin.audit_log import AuditLog
 from millstream.admin.delayed_streams import find_delayed_streams
+from millstream.admin.findings import merge_unchecked
 from millstream.admin.lease_overview import read_service, read_services
 from millstream.admin.reports import HandlerReport
 from millstream.admin.worker_drains import SupervisedWorker, find_supervised, find_worker, request_drain
@@ -137,7 +138,7 @@ def redis(page: PageRequest) -> Response:
     """All findings of `millstream doctor` on Redis and on the data."""
     found = overview_of(page).diagnosis
     order = ("problem", "warning", "ok")
-    findings = sorted(found.findings, key=lambda one: order.index(one.severity))
+    findings = sorted(merge_unchecked(found.findings), key=lambda one: order.index(one.severity))
     with_content = page.may("payloads")
     return page.render(
         "redis.html",

@@ -80,9 +80,13 @@ def letter(page: PageRequest) -> Response:
 
 def redrive(page: PageRequest) -> Response:
     """Send dead letters back to their streams, once their number is confirmed: now, or at a rate from now on."""
-    rate = parse_rate(text) if (text := page.field("rate").strip()) else None
+    rate, problem = None, ""
+    try:
+        rate = parse_rate(text) if (text := page.field("rate").strip()) else None
+    except ConfigError as error:  # the form is shown again, with what it had
+        problem = str(error)
     found = _selected(page)
-    if not _is_confirmed(page, found):
+    if problem or not _is_confirmed(page, found):
         sentences = [
             f"{pluralize(len(found), 'dead letter')} would be redriven: {_by_stream(found)}.",
             "Each goes to the end of its stream, in the order in which they were published.",
@@ -90,7 +94,7 @@ def redrive(page: PageRequest) -> Response:
             "Without a rate all are redriven at once.",
             "With one, this console goes on when you leave the page: that of the dead letters shows how far it is.",
         ]
-        return _confirm(page, "redrive", sentences, found)
+        return _confirm(page, "redrive", sentences, found, problem)
     refs = sorted((one.ref for one in found), key=lambda ref: ref[:3])
     if rate is not None:
         return redrives.start(page, refs, rate=rate, about=_about(page, found))
@@ -195,13 +199,19 @@ def _digest(found: Sequence[DeadLetterEntry]) -> str:
     return blake2b(b"".join(names), digest_size=16).hexdigest()
 
 
-def _confirm(page: PageRequest, verb: str, sentences: Sequence[str], found: Sequence[DeadLetterEntry]) -> Response:
+def _confirm(
+    page: PageRequest, verb: str, sentences: Sequence[str], found: Sequence[DeadLetterEntry], problem: str = ""
+) -> Response:
+    """Ask for the confirmation; `problem`: why what was filled in is refused."""
     name, reason, error = page.wanted("handler"), page.field("reason"), page.field("error")
     rate = page.field("rate").strip() if verb == "redrive" else ""
-    if page.field("confirm"):
+    if problem:
+        sentences = [f"Nothing is redriven: {problem}.", *sentences]
+    elif page.field("confirm"):
         sentences = ["These are not the dead letters, or not the number, that was confirmed.", *sentences]
     return page.render(
         "confirm.html",
+        status=400 if problem else 200,
         question=f"{verb.capitalize()} dead letters of {name}",
         sentences=sentences,
         path=f"/letters/{verb}",
@@ -217,7 +227,7 @@ def _confirm(page: PageRequest, verb: str, sentences: Sequence[str], found: Sequ
         **({"rate": rate} if verb == "redrive" else {}),
         typed=f"the number {len(found)}" if verb == "purge" else None,
         inputmode="numeric",
-        command=_command(verb, name, found, is_all=not reason and not page.field("only"), rate=rate),
+        command=_command(verb, name, found, is_all=not reason and not page.field("only"), rate="" if problem else rate),
         back=page.url("/letters", handler=name, reason=reason or None, error=error or None),
     )
 
