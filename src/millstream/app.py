@@ -67,7 +67,7 @@ class App:
           each worker process or Spark task. Default 100
         * `time_limit_ms`: an attempt that takes longer fails; milliseconds, at most a week. Default 300,000
         * `state_ttl_ms`: the state of a key expires so long after the last commit that changed it; milliseconds, at most
-          ten years; None (default): never. Needs Redis 7.4 or Valkey 9, or newer
+          ten years; None (default): never
         * `state_upcasts`: functions that bring a state from one version of the app to the next: the first from version 1 to
           2, and so on. A state that is stored in an earlier version passes those that it needs; the state of a later
           version is left alone, and its message waits. Default: none, which is version 1

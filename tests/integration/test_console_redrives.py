@@ -169,7 +169,7 @@ def test_a_wrong_rate_redrives_nothing_and_the_form_comes_again_with_it(
         page = begin(browser, rate)
         assert (page.status, f"'{rate}': rate must be" in page.text, "60/m" in page.text) == (400, True, True)
         assert (left(client), AuditLog(client).read(), list(read_redrives(client, "shop", "pay"))) == (2, [], [])
-        assert page.form(REDRIVE)["rate"] == rate
+        assert page.form(REDRIVE)["rate"] == [rate]
         assert "The redrive has begun." in browser.send(page, REDRIVE, rate="5/d").text
 
 

@@ -347,6 +347,21 @@ def test_a_runner_adds_a_thread_only_where_one_is_of_use(
     assert now.needs_thread(BEFORE) == asks
 
 
+def test_each_message_of_a_leased_key_is_one_run_of_the_sample(stream: ReliableStream, in_flight: InFlight) -> None:
+    """Else quick runs of many messages of a key would look like few long ones, and threads would be added for them."""
+    lease = KeyLease(stream=stream, queue=b"kA", token=b"1 a w", state=b"", expires_ms=inf)  # type: ignore[arg-type]
+    lease.entries = [delivery(stream, number) for number in range(16)]
+    for one in lease.entries:
+        one.lease = lease
+    lease.queued.extend(lease.entries)
+    in_flight.add_leases([lease], 0)
+    runner = runner_of(plain, ThreadRunner, in_flight, key="n")
+    assert isinstance(runner, ThreadRunner)
+    with running(runner, in_flight):
+        eventually(lambda: len(in_flight.completions) == 16)
+    assert runner._sample(0, 0).finished == 16
+
+
 def test_an_idle_runner_adds_no_thread_for_the_next_message(stream: ReliableStream, in_flight: InFlight) -> None:
     runner = runner_of(plain, ThreadRunner, in_flight, 4)
     assert isinstance(runner, ThreadRunner)

@@ -258,7 +258,7 @@ ROLES: Mapping[RoleName, Role] = {
     ),
     RoleName.STATE_SOURCE: Role(
         scripts=(),
-        direct="hget hlen hscan",
+        direct="hget hlen hscan time",
         reads_streams=False,
         stream_keys=("{app}.*:state", "{app}.*:meta"),
     ),

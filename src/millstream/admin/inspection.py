@@ -19,7 +19,7 @@ from millstream.delivery.long_runs import read_long_runs
 from millstream.delivery.pause import Pause, parse_pause
 from millstream.delivery.rate_override import RateOverride, parse_rate_override
 from millstream.delivery.restarts import read_restarts
-from millstream.delivery.state_expiry import live_states, live_states_and_expiries, split_expiry
+from millstream.delivery.state_expiry import live_states, live_states_and_expiries
 from millstream.errors import AccessDenied, ConfigError, DecodeError, GroupMissing, RedisError, WrongType
 from millstream.handlers.upcasting import parse_version_and_state
 from millstream.model import EntryId
@@ -176,7 +176,7 @@ def read_state(client: Client, keys: HandlerKeys, key: bytes) -> dict[str, Any] 
 
 def read_version_and_state(client: Client, keys: HandlerKeys, key: bytes) -> tuple[int, dict[str, Any]] | None:
     """The version and the state of `key`; None if it has none. Raises DecodeError if it is damaged, and RedisError."""
-    (blob,) = live_states(client, [client.execute("HGET", to_wire(keys.state), key)])
+    (blob,) = live_states(client, to_wire(keys.state), [client.execute("HGET", to_wire(keys.state), key)])
     return None if blob is None else decode_version_and_state(key, blob)
 
 
@@ -191,7 +191,7 @@ def list_states(
     cursor: Arg = 0
     while True:
         cursor, items = client.execute("HSCAN", to_wire(keys.state), cursor, "MATCH", match, "COUNT", _SCAN_PAGE)
-        found = zip(items[::2], live_states_and_expiries(client, items[1::2]), strict=True)
+        found = zip(items[::2], live_states_and_expiries(client, to_wire(keys.state), items[1::2]), strict=True)
         yield from ((key, state) for key, state in found if state is not None)
         if int(cursor) == 0:
             return
@@ -199,8 +199,8 @@ def list_states(
 
 def state_expiry(client: Client, keys: HandlerKeys, key: bytes) -> int | None:
     """When the state of `key` expires: see `state_expiries`."""
-    stored = client.execute("HGET", to_wire(keys.state), key)
-    return state_expiries(client, keys, [(key, stored and split_expiry(stored)[1])])[0]
+    (state,) = live_states_and_expiries(client, to_wire(keys.state), [client.execute("HGET", to_wire(keys.state), key)])
+    return None if state is None else state_expiries(client, keys, [(key, state[1])])[0]
 
 
 def state_expiries(client: Client, keys: HandlerKeys, wanted: Sequence[tuple[bytes, int | None]]) -> list[int | None]:
@@ -230,7 +230,8 @@ def decode_version_and_state(key: bytes, blob: bytes) -> tuple[int, dict[str, An
 def count_states(client: Client, keys: HandlerKeys, wanted: Sequence[bytes]) -> int:
     """How many of these keys have a state. Raises RedisError."""
     found = send_all(client, [("HGET", to_wire(keys.state), key) for key in wanted])
-    return sum(state is not None for state in live_states(client, [raise_if_error(blob) for blob in found]))
+    states = live_states(client, to_wire(keys.state), [raise_if_error(blob) for blob in found])
+    return sum(state is not None for state in states)
 
 
 def reset_states(client: Client, keys: HandlerKeys, wanted: Sequence[bytes]) -> int:

@@ -9,6 +9,7 @@ from millstream.admin.inspection import find_handlers, find_stream_names
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.delivery.dead_letter_queue import DeadLetterQueue
 from millstream.delivery.keyed_stream import queue_of_key
+from millstream.delivery.state_expiry import live_states
 from millstream.errors import AccessDenied, ConfigError, RedisError, WrongType
 from millstream.model import EntryId
 from millstream.redis_client.client import Client
@@ -125,17 +126,21 @@ class _Search:
         commands: list[tuple[HandlerKeys, Command]] = []
         for one in handlers:
             commands += [
-                (one, ("HEXISTS", to_wire(one.state), self._wanted)),
+                (one, ("HGET", to_wire(one.state), self._wanted)),
                 (one, ("EXISTS", one.queue(name))),
                 (one, ("HEXISTS", to_wire(one.parked), name)),
             ]
-        having = dict.fromkeys(one for one, reply in self._replies(commands) if reply)
+        having = dict.fromkeys(one for one, reply in self._replies(commands) if self._is_there(one, reply))
         for one in handlers:
             if one not in having and self._has_letters(one):
                 having[one] = None
         self._add(
             [Hit(kind="key", exact=True, handler=one.label, stream=one.stream, key=self._wanted) for one in having]
         )
+
+    def _is_there(self, keys: HandlerKeys, reply: Reply) -> bool:
+        """Whether a state has not expired, or something exists."""
+        return bool(live_states(self._client, to_wire(keys.state), [reply])[0] if isinstance(reply, bytes) else reply)
 
     def _has_letters(self, keys: HandlerKeys) -> bool:
         """Whether one of the handler's dead letters has the key, as far as there is time to read them."""

@@ -140,7 +140,7 @@ class _NodeScan:
             del self._cursors[place]
         else:
             self._cursors[place] = cursor
-        states = live_states_and_expiries(self._client, items[1::2])
+        states = live_states_and_expiries(self._client, to_wire(place.state), items[1::2])
         found = zip(items[::2], states, strict=True)
         return (StoredState(place.stream, key, *state) for key, state in found if state is not None)
 

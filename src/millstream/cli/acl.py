@@ -37,7 +37,7 @@ def acl(
     ] = False,
     state_ttl: Annotated[
         bool,
-        typer.Option("--state-ttl", help="For handlers with state_ttl_ms: Redis 7.4 or Valkey 9, or newer."),
+        typer.Option("--state-ttl", help="For state_ttl_ms on Redis 7.4, Valkey 9 and newer; older ones need none."),
     ] = False,
     as_json: Json = False,
 ) -> None:

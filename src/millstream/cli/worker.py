@@ -44,7 +44,7 @@ Name = Annotated[str, typer.Option(help="Name of this worker in the groups; defa
 Only = Annotated[list[str] | None, typer.Option("--only", help="Run only this handler; repeatable.", metavar="NAME")]
 Start = Annotated[Literal["earliest", "latest"], typer.Option(help="Where a handler that never ran starts.")]
 Threads = Annotated[int, typer.Option(help="Messages that a plain handler processes at once.", min=1)]
-Prefetch = Annotated[int, typer.Option(help="Maximum number of messages in flight in a process.", min=1)]
+Prefetch = Annotated[int, typer.Option(help="Maximum number of messages in flight, per handler and process.", min=1)]
 PrefetchMb = Annotated[
     float, typer.Option(help="Maximum megabytes of messages in flight, per handler and process.", min=0.001)
 ]

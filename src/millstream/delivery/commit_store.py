@@ -194,7 +194,8 @@ class CommitStore:
         found: dict[str, dict[bytes, bytes]] = {stream: {} for stream in wanted}
         for (stream, prefix, chunk), reply in zip(requests, self._client.pipeline(commands), strict=True):
             values, stored = found[stream], raise_if_error(reply)
-            for name, value in zip(chunk, live_states(self._client, stored) if prefix else stored, strict=True):
+            live = live_states(self._client, self.keys(stream).state, stored) if prefix else stored
+            for name, value in zip(chunk, live, strict=True):
                 if value is not None:
                     values[prefix + name] = value
         return found

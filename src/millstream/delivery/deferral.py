@@ -170,5 +170,5 @@ def read_queue(client: Client, keys: HandlerKeys, name: bytes, most: int) -> Def
         ],
     )
     entries = [(one.decode(), entry[0][1] if entry else None) for one, entry in zip(head, found, strict=True)]
-    (live,) = live_states(client, [state])
+    (live,) = live_states(client, keys.state, [state])
     return DeferredKey(entries, int(failed or 0), live or b"")

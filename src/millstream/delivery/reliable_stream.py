@@ -117,6 +117,8 @@ class LeasedKey(msgspec.Struct, eq=False):
     * `releasing`: its release is under way
     * `cancellation`: which of its entries an earlier dead letter of the key has canceled
     * `expired`: another worker may have leased the queue: nothing more may begin
+    * `key`: the key, or None if the entry has none
+    * `fence`: the number in its token, greater than that of every earlier lease of the queue
     """
 
     queue: bytes
@@ -131,16 +133,12 @@ class LeasedKey(msgspec.Struct, eq=False):
     releasing: bool = False
     expired: bool = False
     cancellation: Cancellation | None = None
+    key: bytes | None = None
+    fence: int = 0
 
-    @property
-    def key(self) -> bytes | None:
-        """The key, or None if the entry has none."""
-        return self.queue[1:] if self.queue.startswith(KEY_PREFIX) else None
-
-    @property
-    def fence(self) -> int:
-        """The number in its token: greater than that of every earlier lease of the queue."""
-        return int(self.token.partition(b" ")[0])
+    def __post_init__(self) -> None:
+        self.key = self.queue[1:] if self.queue.startswith(KEY_PREFIX) else None
+        self.fence = int(self.token.partition(b" ")[0])
 
     def clear(self) -> None:
         """Drop the references to its entries at its end: each refers back to it, a cycle for the garbage collector."""

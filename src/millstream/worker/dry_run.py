@@ -177,7 +177,8 @@ class _Rehearsal:
         place = message.stream, message.key
         if place not in self._states:
             keys = HandlerKeys(self._handler.app, self._handler.name, message.stream)
-            (state,) = live_states(self._client, [self._client.execute("HGET", keys.state, message.key)])
+            stored = self._client.execute("HGET", keys.state, message.key)
+            (state,) = live_states(self._client, keys.state, [stored])
             self._states[place] = state or b""
         return self._states[place]
 

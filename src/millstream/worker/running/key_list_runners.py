@@ -82,8 +82,8 @@ class ThreadKeyListRunner(_KeyLists, ThreadRunner):
             began_ms = self._clock.monotonic_ms()
             ended = self._run_list(started)
             self._took_ms += self._clock.monotonic_ms() - began_ms
+            self._finished += 1
             following, alone = self._settle(started, ended, alone)
-        self._finished += 1
         return True
 
     def _run_list(self, deliveries: Sequence[Delivery]) -> ListOutcome:

@@ -144,8 +144,8 @@ class ThreadRunner(_Start):
                 break
             outcome = self._run_message(delivery)
             self._took_ms += delivery.attempt_ms
+            self._finished += 1
             delivery = self._in_flight.complete(delivery, outcome)
-        self._finished += 1
         return True
 
     def _next_delivery(self) -> Delivery | None:

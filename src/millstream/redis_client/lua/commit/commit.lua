@@ -145,34 +145,40 @@ local function complete_entry(id, offset_field, beyond)
   if not failure and (not max_offset or less(max_offset, id)) then max_offset = id end
 end
 
-local fields_expire
+local fields_expire, ms_of_call
 local states_marked = 0
+
+-- Why Redis would refuse to let a state expire, if it would; asked before the outputs of the unit are written. A server
+-- that is upgraded while the workers run has the command from then on, and the user may lack the right.
+local function expiry_problem()
+  if fields_expire == nil then fields_expire = can_fields_expire(KEYS[3]) end
+  return fields_expire and may('HPEXPIRE', KEYS[3], 1, 'FIELDS', 1, 'f') or nil
+end
 
 -- HSET by itself lets the value live for ever: it removes the expiry that the field had.
 local function set_expiring(field, value, ttl_ms)
-  if fields_expire == nil then fields_expire = can_fields_expire(KEYS[3]) end
   if fields_expire then
     try('HSET', KEYS[3], field, value)
     try('HPEXPIRE', KEYS[3], ttl_ms, 'FIELDS', 1, field)
   else
-    try('HSET', KEYS[3], field, mark_expiry(value, now_ms() + ttl_ms))
+    ms_of_call = ms_of_call or now_ms()
+    try('HSET', KEYS[3], field, mark_expiry(value, ms_of_call + ttl_ms))
     states_marked = states_marked + 1
   end
 end
 
--- Where the server removes no field by itself, each state that is set pays for a look at some others: so of all that are
--- stored, at most one in so many has expired in the long run, however many keys there are and none has messages again.
+-- Where the server removes no field by itself, a call samples three states for each that it sets, and removes the expired.
 local EXPIRED_SAMPLE = 3
 
 local function drop_some_expired()
   local some = redis.pcall('HRANDFIELD', KEYS[3], EXPIRED_SAMPLE * states_marked, 'WITHVALUES')
   if some.err then return end -- the commit is done; the next run is refused for the lack of this right
-  local ms, expired = now_ms(), {}
+  local expired = {}
   for i = 1, #some, 2 do
-    if not live_state(some[i + 1], ms) then expired[#expired + 1] = some[i] end
+    if not live_state(some[i + 1], ms_of_call) then expired[#expired + 1] = some[i] end
   end
   for i = 1, #expired, MAX_UNPACK do
-    redis.call('HDEL', KEYS[3], unpack(expired, i, math.min(i + MAX_UNPACK - 1, #expired)))
+    redis.pcall('HDEL', KEYS[3], unpack(expired, i, math.min(i + MAX_UNPACK - 1, #expired)))
   end
 end
 
@@ -331,6 +337,7 @@ while at < #ARGV and not failure do
 
   local outputs = next_count()
   if accepted and not failure and ARGV[at + (outputs > 0 and outputs + 3 or 1)] == 'T' then failure = timer_problem() end
+  if accepted and not failure and expiring then failure = expiry_problem() end
   if outputs > 0 then
     local key, maxlen = KEYS[next_count()], next_arg()
     for i = at + 1, accepted and at + outputs or at do add_output(key, maxlen, ARGV[i]) end
@@ -384,9 +391,9 @@ end
 if written > 0 then redis.call('HINCRBY', KEYS[1], 'written', written) end
 if dead > 0 then redis.call('HINCRBY', KEYS[1], 'dead', dead) end
 if #refused > 0 then redis.call('HINCRBY', KEYS[1], 'refused', #refused) end
-if states_marked > 0 and not failure then drop_some_expired() end
 release_leases()
 notify_idle(#requeued)
 if replay and not failure then redis.call('SET', replay, ARGV[4] .. ' ' .. table.concat(refused, ' '), 'EX', 3600) end
 if failure then return failure end
+if states_marked > 0 then drop_some_expired() end
 return committed > 0 and (keyed or any_deferred) and with_lowest_pending(refused) or refused

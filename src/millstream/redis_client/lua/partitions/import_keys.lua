@@ -15,13 +15,19 @@
 -- include field_expiry
 -- include expiring_state
 
+-- A state that was stored and cannot expire would stay so: its key is not imported again.
+local fields_expire = ARGV[2] == '1' and can_fields_expire(KEYS[3])
+if fields_expire and not redis.acl_check_cmd('HPEXPIREAT', KEYS[3], 1, 'FIELDS', 1, 'f') then
+  return redis.error_reply('NOPERM HPEXPIREAT ' .. KEYS[3])
+end
+
 local function store(key, state)
   if ARGV[2] ~= '1' then return redis.call('HSET', KEYS[3], key, state) end
   local space = string.find(state, ' ', 1, true)
   local expires_at, blob = string.sub(state, 1, space - 1), string.sub(state, space + 1)
   if tonumber(expires_at) < 0 then
     redis.call('HSET', KEYS[3], key, blob)
-  elseif can_fields_expire(KEYS[3]) then
+  elseif fields_expire then
     redis.call('HSET', KEYS[3], key, blob)
     redis.call('HPEXPIREAT', KEYS[3], expires_at, 'FIELDS', 1, key)
   else
