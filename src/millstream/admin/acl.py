@@ -111,6 +111,7 @@ SCRIPTS: Mapping[str, str] = {
     "keys/take_permit": f"{_QUEUES} hgetall hlen hmget hset pexpire pttl set zadd zcard zcount zremrangebyscore zscore",
     "keys/return_permit": f"{_QUEUES} hgetall hlen set zadd zcount zrangebyscore zscore",
     "keys/route": f"{_QUEUES} {_GROUP} hset xgroup|setid",
+    "keys/route_by_field": f"{_QUEUES} {_GROUP} hset xgroup|setid xrange",
     "partitions/close": "hmget hset type xinfo|stream",
     "partitions/forward_entry": "get hget hset set xadd",
     "master/end_lease": f"{_COMPLETED} hmget lindex lpos xack xpending xrange",
@@ -173,6 +174,7 @@ _DELAYED = ("due", "delayed")
 _KEYED = (
     "commit/read_range",
     "keys/route",
+    "keys/route_by_field",
     "keys/lease_keys",
     "keys/extend_leases",
     "keys/release_leases",

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 READ_RANGE = Script("commit/read_range")
 ROUTE = Script("keys/route")
+ROUTE_BY_FIELD = Script("keys/route_by_field")
 LEASE_KEYS = Script("keys/lease_keys")
 EXTEND_LEASES = Script("keys/extend_leases")
 RELEASE_LEASES = Script("keys/release_leases")
@@ -145,6 +146,10 @@ class KeyedStream(ReliableStream):
             lambda entries, queues: len(queues)
         )
         """Returns how many of these entries may be enqueued into these queues; the rest stay in the stream for now."""
+        self.key_field: bytes | None = None
+        """The field that is the key, where the server may find it in each entry; None: only `queue_of` finds keys."""
+        self.on_enqueued_by_field: Callable[[int], None] = lambda count: None
+        """Called with the number of entries that the server has enqueued by their field, without `may_enqueue`."""
         self.loss_retry: Retry | None = None
         """The back-off of a key after its worker was lost with the lease; None: the next worker gets the key at once."""
         self.list_size = 1
@@ -154,6 +159,7 @@ class KeyedStream(ReliableStream):
         self._enqueued_id: bytes | None = None
         self.entry_sizes = EntrySizes()
         self._reads_one = False
+        self._has_backlog = False
         self.pending_count = 0
         """How many entries are pending in all, as of the last `enqueue_new`."""
         self.newly_ready = 0
@@ -172,7 +178,28 @@ class KeyedStream(ReliableStream):
 
         The queues hold no more than `max_pending` entries: beyond that, the rest stay in the stream.
         """
+        if self.key_field is not None:
+            new_count, is_for_caller = self._with_rejoin(lambda: self._enqueue_by_field(count, max_pending))
+            if new_count or not is_for_caller:
+                return new_count
         return self._with_rejoin(lambda: self._enqueue_new(count, max_pending))
+
+    def _enqueue_by_field(self, count: int, max_pending: int) -> tuple[int, bool]:
+        """Enqueue up to `count` new entries whose keys the server finds; return how many were new, and whether the next
+        one has no such key.
+        """
+        full = (self.list_size,) if self.list_wait_ms else ()
+        # Where many are unread, several calls in one round trip, between which Redis serves others.
+        counts = [_ENQUEUED_AT_ONCE] * (count // _ENQUEUED_AT_ONCE if self._has_backlog else 0)
+        args = (self.token, self.group, max_pending, self.key_field or b"")
+        calls = [(*args, some, READ_BYTES, *full) for some in counts or (min(count, _ENQUEUED_AT_ONCE),)]
+        replies = self._store.run_scripts(ROUTE_BY_FIELD, [(self.stream, call) for call in calls])
+        new_count = sum([self._apply_enqueue(reply[:4]) for reply in replies])
+        self.newly_ready = sum(int(reply[1]) for reply in replies)
+        self._has_backlog = int(replies[-1][0]) == _ENQUEUED_AT_ONCE
+        self.entry_sizes.record(new_count, sum(int(reply[4]) for reply in replies))
+        self.on_enqueued_by_field(new_count)
+        return new_count, bool(replies[-1][5])
 
     @property
     def enqueued_id(self) -> bytes:

@@ -136,12 +136,13 @@ class Handler:
         return self.key if isinstance(self.key, str) else None
 
     @functools.cached_property
-    def _key_name(self) -> bytes:
+    def key_name(self) -> bytes:
+        """The bytes of `key_field`; b"" without one."""
         return to_wire(self.key_field or "")
 
     def key_in(self, pairs: Sequence[bytes]) -> bytes | None:
         """Return the key of an entry with these names and values, for a handler with a `key_field`; None if it has none."""
-        return value_of(pairs, self._key_name) or None
+        return value_of(pairs, self.key_name) or None
 
     def key_of(self, message: Message) -> bytes | None:
         """Return the message's key, or None if the handler has no key or the message lacks it.

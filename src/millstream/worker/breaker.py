@@ -45,6 +45,10 @@ class HandlerBreaker:
         """Note that messages were processed."""
         self._window.on_processed(count)
 
+    def on_enqueued(self, count: int) -> None:
+        """Note that messages with a key were enqueued."""
+        self._routed.on_processed(count)
+
     def may_enqueue(
         self,
         entries: Sequence[tuple[bytes, Sequence[bytes]]],
@@ -60,7 +64,7 @@ class HandlerBreaker:
             return len(queues)
         keyless = [name for name in queues if name.startswith(ENTRY_PREFIX)]
         if not keyless:  # as nearly always
-            self._routed.on_processed(len(queues))
+            self.on_enqueued(len(queues))
             return len(queues)
         first = -1
         for at, (name, (entry_id, pairs)) in enumerate(zip(queues, entries, strict=True)):

@@ -48,6 +48,11 @@ class HandlerSteps:
         self._label = handler.label.encode()
         self._tracing = tracing()
 
+    @property
+    def finds_keys_by_field(self) -> bool:
+        """True if `queue_of` is the value of a field: of a subclass only if it adds nothing to that step."""
+        return self.handler.key_field is not None and type(self).queue_of is HandlerSteps.queue_of
+
     def queue_of(self, stream: str, entry_id: bytes, pairs: Sequence[bytes]) -> bytes:
         """Return the key queue of an entry, for a handler with a key; b"" if it is for another one alone."""
         own = self._own_pairs(pairs)

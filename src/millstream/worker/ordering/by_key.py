@@ -100,6 +100,8 @@ class ByKey:
         if handler.in_batches:
             stream.list_size, stream.list_wait_ms = handler.batch_size, handler.batch_wait_ms
         refusal_of = partial(c.steps.refusal_of, name)
+        if c.steps.finds_keys_by_field and kind is KeyedStream:
+            stream.key_field, stream.on_enqueued_by_field = handler.key_name, c.breaker.on_enqueued
         stream.may_enqueue = lambda entries, queues: c.breaker.may_enqueue(entries, queues, refusal_of)
         return stream
 

@@ -17,82 +17,20 @@
 -- include ids
 -- include key_queues
 -- include group_state
+-- include routing
 
-local group_name, read_after, most = ARGV[2], ARGV[3], tonumber(ARGV[4])
-local found = redis.call('HMGET', KEYS[1], 'epoch', 'max_offset', 'committed_id', 'takeover_offset')
-local refusal = stale(ARGV[1], found[1])
+local group_name, most = ARGV[2], ARGV[4]
+local progress, refusal = read_progress(ARGV[1], group_name)
 if refusal then return refusal end
-local group = find_group(group_name)
-if not group then return redis.error_reply('NOGROUP the group ' .. group_name .. ' of ' .. KEYS[7] .. ' is gone') end
-local last, takeover_offset, pending = found[3], found[4], group['pending']
-if last ~= read_after then return {0, 0, pending, last} end
--- If nothing can run, only the entries of parked queues may use up the room.
-if pending >= most and redis.call('EXISTS', READY, OWNERS, BACKOFF) == 0 then
-  pending = math.min(pending, count_parked_entries())
-end
+if progress.last ~= ARGV[3] then return {0, 0, progress.pending, progress.last} end
 
-local has_offsets = redis.call('EXISTS', KEYS[2]) == 1
-local function is_done(id, name)
-  if takeover_offset and not less(takeover_offset, id) and redis.call('HEXISTS', KEYS[6], id) == 0 then return true end
-  if not has_offsets then return false end
-  local offsets = redis.call('HMGET', KEYS[2], name, 'i' .. id)
-  return offsets[2] or (offsets[1] and not less(offsets[1], id))
-end
-
-local processed, room = 0, most - pending
-local order, queues, ids = {}, {}, {}
+local room = room_of(progress, tonumber(most))
 local first, full = 5, nil
 if ARGV[5] == 'full' then first, full = 7, tonumber(ARGV[6]) end
 for i = first, #ARGV, 2 do
-  if #ids >= room then break end
-  local id, name = ARGV[i], ARGV[i + 1]
-  processed, last = processed + 1, id
-  if name ~= '' and not is_done(id, name) then
-    ids[#ids + 1] = id
-    if not queues[name] then
-      queues[name] = {}
-      order[#order + 1] = name
-    end
-    table.insert(queues[name], id)
-  end
+  if #progress.ids >= room then break end
+  note(progress, ARGV[i], ARGV[i + 1])
 end
-if processed == 0 then return {0, 0, pending, last} end
-
--- Make a queue ready that waits for more entries, now that it has enough; not one that backs off after a failure.
-local function end_wait(name)
-  local head = redis.call('LRANGE', queue_of(name), '0', '0')[1]
-  local counts = redis.call('HMGET', KEYS[4], head, head .. 'f', head .. 'l')
-  if counts[1] or counts[2] or counts[3] then return false end
-  return redis.call('ZREM', BACKOFF, name) == 1 and make_ready(name)
-end
-
-local ready = 0
-for _, name in ipairs(order) do
-  local some, length = queues[name], 0
-  for i = 1, #some, MAX_UNPACK do
-    length = redis.call('RPUSH', queue_of(name), unpack(some, i, math.min(i + MAX_UNPACK - 1, #some)))
-  end
-  if length == #some and redis.call('HEXISTS', OWNERS, name) == 0 and make_ready(name) then
-    ready = ready + 1
-  elseif full and length >= full and end_wait(name) then
-    ready = ready + 1
-  end
-end
-assign_pending(group_name, WAITING, ids)
-local read = group['entries-read']
-if read then
-  redis.call('XGROUP', 'SETID', KEYS[7], group_name, last, 'ENTRIESREAD', read + processed)
-else
-  redis.call('XGROUP', 'SETID', KEYS[7], group_name, last)
-end
-redis.call('HSET', KEYS[1], 'committed_id', last, 'look_ahead', ARGV[4])
-if takeover_offset and not less(last, takeover_offset) then
-  redis.call('UNLINK', KEYS[6])
-  redis.call('HDEL', KEYS[1], 'takeover_offset')
-end
-if has_offsets and not (found[2] and less(last, found[2])) then
-  redis.call('UNLINK', KEYS[2])
-  redis.call('HDEL', KEYS[1], 'max_offset')
-end
-notify_idle(ready)
-return {processed, ready, pending + #ids, last}
+if progress.processed == 0 then return {0, 0, progress.pending, progress.last} end
+local ready, pending = append_noted(progress, group_name, most, full)
+return {progress.processed, ready, pending, progress.last}

@@ -1,0 +1,91 @@
+-- The steps that append new entries of a stream to the queues of their keys. Needs ids, key_queues and group_state.
+
+-- How far the stream is enqueued (`last`), how many entries are pending, and what is noted to be appended. Or nil, and an
+-- error: a newer run has taken over, or the group is gone.
+local function read_progress(token, group_name)
+  local found = redis.call('HMGET', KEYS[1], 'epoch', 'max_offset', 'committed_id', 'takeover_offset')
+  local refusal = stale(token, found[1])
+  if refusal then return nil, refusal end
+  local group = find_group(group_name)
+  if not group then
+    return nil, redis.error_reply('NOGROUP the group ' .. group_name .. ' of ' .. KEYS[7] .. ' is gone')
+  end
+  return {
+    max_offset = found[2], last = found[3], takeover_offset = found[4],
+    pending = group['pending'], entries_read = group['entries-read'], has_offsets = redis.call('EXISTS', KEYS[2]) == 1,
+    processed = 0, ids = {}, queues = {}, order = {},
+  }
+end
+
+-- How many more entries may be pending. If nothing can run, only the entries of parked queues may use up the room.
+local function room_of(progress, most)
+  if progress.pending >= most and redis.call('EXISTS', READY, OWNERS, BACKOFF) == 0 then
+    progress.pending = math.min(progress.pending, count_parked_entries())
+  end
+  return most - progress.pending
+end
+
+local function is_done(progress, id, name)
+  local takeover_offset = progress.takeover_offset
+  if takeover_offset and not less(takeover_offset, id) and redis.call('HEXISTS', KEYS[6], id) == 0 then return true end
+  if not progress.has_offsets then return false end
+  local offsets = redis.call('HMGET', KEYS[2], name, 'i' .. id)
+  return offsets[2] or (offsets[1] and not less(offsets[1], id))
+end
+
+-- Note the next entry of the stream, and its queue ('' = it is not for this handler).
+local function note(progress, id, name)
+  progress.processed, progress.last = progress.processed + 1, id
+  if name == '' or is_done(progress, id, name) then return end
+  local queue = progress.queues[name]
+  if not queue then
+    queue = {}
+    progress.queues[name] = queue
+    progress.order[#progress.order + 1] = name
+  end
+  queue[#queue + 1] = id
+  progress.ids[#progress.ids + 1] = id
+end
+
+-- Make a queue ready that waits for more entries, now that it has enough; not one that backs off after a failure.
+local function end_wait(name)
+  local head = redis.call('LRANGE', queue_of(name), '0', '0')[1]
+  local counts = redis.call('HMGET', KEYS[4], head, head .. 'f', head .. 'l')
+  if counts[1] or counts[2] or counts[3] then return false end
+  return redis.call('ZREM', BACKOFF, name) == 1 and make_ready(name)
+end
+
+-- Append the noted entries, make them pending, and move the committed id. `full`: how many entries a queue waits for at
+-- most, if queues do. Returns how many queues became ready, and how many entries are pending.
+local function append_noted(progress, group_name, most, full)
+  local ready = 0
+  for _, name in ipairs(progress.order) do
+    local some, length = progress.queues[name], 0
+    for i = 1, #some, MAX_UNPACK do
+      length = redis.call('RPUSH', queue_of(name), unpack(some, i, math.min(i + MAX_UNPACK - 1, #some)))
+    end
+    if length == #some and redis.call('HEXISTS', OWNERS, name) == 0 and make_ready(name) then
+      ready = ready + 1
+    elseif full and length >= full and end_wait(name) then
+      ready = ready + 1
+    end
+  end
+  assign_pending(group_name, WAITING, progress.ids)
+  local last, read = progress.last, progress.entries_read
+  if read then
+    redis.call('XGROUP', 'SETID', KEYS[7], group_name, last, 'ENTRIESREAD', read + progress.processed)
+  else
+    redis.call('XGROUP', 'SETID', KEYS[7], group_name, last)
+  end
+  redis.call('HSET', KEYS[1], 'committed_id', last, 'look_ahead', most)
+  if progress.takeover_offset and not less(last, progress.takeover_offset) then
+    redis.call('UNLINK', KEYS[6])
+    redis.call('HDEL', KEYS[1], 'takeover_offset')
+  end
+  if progress.has_offsets and not (progress.max_offset and less(last, progress.max_offset)) then
+    redis.call('UNLINK', KEYS[2])
+    redis.call('HDEL', KEYS[1], 'max_offset')
+  end
+  notify_idle(ready)
+  return ready, progress.pending + #progress.ids
+end
