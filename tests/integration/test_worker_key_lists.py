@@ -145,7 +145,9 @@ def test_undecodable_messages_become_dead_letters_of_their_own_in_order(client: 
     assert sorted(one.reason for one in dead(client)) == ["missing-key", *["undecodable"] * 4]
     assert [one.reason for one in dead(client) if one.key == b"a"] == ["undecodable"] * 3
     assert lists(client)[:2] == [[1, 2], [4]]
-    assert [one for some in lists(client)[2:] for one in some] == [7, 10], "an entry without a key is routed between them"
+    assert [one for some in lists(client)[2:] for one in some] == [7, 10], (
+        "an entry without a key is routed between them"
+    )
     check(client, {"a": [1, 2, 4, 7, 10]})
 
 

@@ -24,8 +24,12 @@ def queue_of(entry_id: bytes, pairs: Sequence[bytes]) -> bytes:
     return queue_of_key(mapping_of(pairs).get(b"k"), entry_id)
 
 
-def keyed(client: Client, name: str = "w1", stream: str = "in", *, join: bool = True) -> KeyedStream:
+def keyed(
+    client: Client, name: str = "w1", stream: str = "in", *, join: bool = True, by_field: bool = True
+) -> KeyedStream:
+    """A worker's membership; `by_field`: the server finds the keys of entries."""
     found = KeyedStream(client, stream, queue_of=queue_of, app="app", handler="handle", consumer=name, into="out")
+    found.key_field = b"k" if by_field else None
     if join:
         found.join()
     return found

@@ -178,15 +178,17 @@ class KeyedStream(ReliableStream):
 
         The queues hold no more than `max_pending` entries: beyond that, the rest stay in the stream.
         """
+        by_field, is_done = 0, False
         if self.key_field is not None:
-            new_count, is_for_caller = self._with_rejoin(lambda: self._enqueue_by_field(count, max_pending))
-            if new_count or not is_for_caller:
-                return new_count
-        return self._with_rejoin(lambda: self._enqueue_new(count, max_pending))
+            by_field, is_done = self._with_rejoin(lambda: self._enqueue_by_field(count, max_pending))
+        if is_done:
+            return by_field
+        return by_field + self._with_rejoin(lambda: self._enqueue_new(count - by_field, max_pending))
 
     def _enqueue_by_field(self, count: int, max_pending: int) -> tuple[int, bool]:
-        """Enqueue up to `count` new entries whose keys the server finds; return how many were new, and whether the next
-        one has no such key.
+        """Enqueue up to `count` new entries whose keys the server finds; return how many were new, and whether that is all.
+
+        It is not if the next entry has no such key.
         """
         full = (self.list_size,) if self.list_wait_ms else ()
         # Where many are unread, several calls in one round trip, between which Redis serves others.
@@ -199,7 +201,7 @@ class KeyedStream(ReliableStream):
         self._has_backlog = int(replies[-1][0]) == _ENQUEUED_AT_ONCE
         self.entry_sizes.record(new_count, sum(int(reply[4]) for reply in replies))
         self.on_enqueued_by_field(new_count)
-        return new_count, bool(replies[-1][5])
+        return new_count, not replies[-1][5]
 
     @property
     def enqueued_id(self) -> bytes:
