@@ -7,7 +7,7 @@ from functools import partial
 from itertools import chain
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from millstream import App
@@ -211,6 +211,7 @@ FIRST = st.sampled_from([(), (REDRIVE_FIELD, b"app.handle"), (REDRIVE_FIELD, b"a
 
 
 @settings(max_examples=30)
+@example(entries=[((), [(b"k", b"A"), (b"n", b"k"), (b"k", b"B")]), ((), [(b"n", b"k")])], count=5)
 @given(entries=st.lists(st.tuples(FIRST, FIELDS), min_size=1, max_size=60), count=st.integers(1, 70))
 def test_the_server_finds_the_keys_and_the_order_of_entries_that_python_finds(
     client: Client, entries: list[tuple[tuple[bytes, ...], list[tuple[bytes, bytes]]]], count: int
