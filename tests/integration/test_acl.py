@@ -203,7 +203,7 @@ def test_workers_that_share_whole_streams_run_under_the_rights_of_both_roles(adm
 def test_a_master_and_its_consumers_run_under_their_rights(admin: Client) -> None:
     options = ("--stream", masters.STREAM)
     url = login(admin, printed("consumer", *options))
-    with Client(url) as client, masters.Master(login(admin, printed("master", *options))) as master:
+    with Client(url) as client, masters.Master(login(admin, printed("master", *options)), *masters.PATIENT) as master:
         masters.publish(admin, "A", "A", "B")
         with masters.MemoConsumer(client, "c1", max_tickets=2) as consumer:
             consumer.register(master)

@@ -1,5 +1,6 @@
 """examples/leases.py does what it says: sensors are shared, each in order, and the command shows the owner of each."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -40,17 +41,18 @@ def shown(client: Client) -> dict[str, tuple[str, int]]:
     return {row["stream"]: (row["consumer"], row["lag"]) for row in found}
 
 
+def owned(client: Client) -> Counter[str]:
+    """How many sensors each owner has."""
+    return Counter(owner for owner, _ in shown(client).values())
+
+
 def test_the_example_shares_sensors_and_keeps_each_in_order(client: Client) -> None:
     handler = app.handlers["watch"]
     add(client, 20.0, 21.0, 31.0)
     with working(client, handler, "one"):
         eventually(lambda: readings(client) == [3] * 4)
         with working(client, handler, "two"):
-            eventually(
-                lambda: (
-                    trigger_heartbeats(client, OF) and {owner for owner, _ in shown(client).values()} == {"one", "two"}
-                )
-            )
+            eventually(lambda: trigger_heartbeats(client, OF) and owned(client) == {"one": 2, "two": 2}, "equal shares")
             add(client, 22.0, -300.0, 10.0)
             eventually(lambda: readings(client) == [5] * 4)
             text = call("lease", "list", "sensors.watch", "--url", client.url).out

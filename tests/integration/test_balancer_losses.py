@@ -32,6 +32,7 @@ from tests.support.balancers import (
     started,
     trigger_heartbeats,
     until_ms,
+    waits,
 )
 from tests.support.clocks import ManualClock
 from tests.support.command_stats import scripts_run
@@ -91,6 +92,7 @@ def test_streams_survive_a_redis_that_loses_its_data_and_is_away_for_longer_than
         announced(client, "s")
         with started(client.url, "a", options={"clock": clock}) as balancer:
             old = next_notice(balancer, StreamAdded).lease
+            eventually(lambda: waits(client), "it to wait, so that it finds Redis away before it looks at the clock")
             client.execute("FLUSHALL")
             server.kill()
             clock.now_ms += LONG_MS

@@ -42,6 +42,7 @@ from tests.support.balancers import (
     streams_of,
     trigger_heartbeats,
     unassigned,
+    waits,
 )
 from tests.support.command_stats import commands_run
 from tests.support.waiting import eventually
@@ -355,6 +356,7 @@ def test_a_close_after_the_end_of_the_lease_counts_as_a_loss(client: Client) -> 
     announced(client, "s")
     with started(client.url, "a", options={"clock": clock}) as balancer:
         next_notice(balancer, StreamAdded)
+        eventually(lambda: waits(client), "it to wait: before that it looks at the clock")
         clock.now_ms += LONG_MS
         assert balancer.close() == 1
     assert heartbeat_of(client, "b").added[0].losses == 1

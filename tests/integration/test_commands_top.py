@@ -126,7 +126,7 @@ def test_an_idle_handler_costs_as_many_commands_for_its_workers_and_keys_however
     for number in (20, 40):
         for n in range(number - 20, number):
             add_handler(client, HandlerKeys("shop", "plain", f"s:{n}"), entries=1)
-        reader = ActivityReader(client, all_places)
+        reader = ActivityReader(client, all_places, clock=ManualClock())
         reader.read()
         before = commands_run(client.execute)
         reader.read()

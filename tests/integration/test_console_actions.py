@@ -25,6 +25,7 @@ from millstream.services.console.views import keys
 from tests.support.commandline import call
 from tests.support.consoles import Browser, Page, console, fill_with
 from tests.support.keyed_fixtures import joined_by_field
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.cli]
 
@@ -248,7 +249,9 @@ def parked_in(client: Client, stream: str) -> int:
 def test_one_page_lists_the_stuck_keys_and_dead_letters_of_all_handlers(browser: Browser, client: Client) -> None:
     client.pipeline([("XADD", f"idle:{n}", "*", "n", n) for n in range(1_500)])
     park_elsewhere(client, "parcels", "a b")
-    page = browser.get(next(one for one in browser.get("/").links if one == "/stuck"))
+    link = next(one for one in browser.get("/").links if one == "/stuck")
+    eventually(lambda: "There may be more" not in browser.get(link).text, "the end of the search")
+    page = browser.get(link)
     for shown in (
         "parked x shop.pay parked 3",
         "failing x shop.pay backing off 1",

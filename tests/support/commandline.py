@@ -86,11 +86,16 @@ def ended(process: subprocess.Popen[bytes], stdin: bytes | None = None) -> Outco
 
 
 def in_a_terminal(
-    *args: str, url: str, env: Mapping[str, str] | None = None, answer: bytes = b"", until: bytes = b"\0"
+    *args: str,
+    url: str,
+    env: Mapping[str, str] | None = None,
+    answer: bytes = b"",
+    until: bytes = b"\0",
+    times: int = 1,
 ) -> Outcome:
     """What `millstream ARGS` shows on a terminal on which `answer` is typed once it asks.
 
-    Ctrl-C is pressed when it has shown `until`.
+    Ctrl-C is pressed when it has shown `until` so many times.
     """
     ours, theirs = pty.openpty()
     try:
@@ -110,7 +115,7 @@ def in_a_terminal(
             if answer and b"[y/N]" in shown:
                 os.write(ours, answer)
                 answer = b""
-            if until in shown:
+            if shown.count(until) >= times:
                 process.send_signal(signal.SIGINT)
                 until = b"\0"
         process.wait(FAIL_SAFE_S)
