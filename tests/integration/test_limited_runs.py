@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -15,6 +16,8 @@ from millstream.spark.engine.rate_limit import RateLimit
 from millstream.worker.fetching.rate_limit import RateLimiter
 from millstream.worker.in_flight import InFlight
 from millstream.worker.policy import TIME_LIMIT_GRACE_MS
+from millstream.worker.settling.hang_detector import HangDetector
+from tests.support.clocks import LeapClock
 from tests.support.task_fixtures import Row, TaskFixture
 from tests.support.waiting import FAIL_SAFE_S, eventually
 from tests.support.workers import KEYS, KINDS, QUICK, dead, either, make, now_ms, pending, working
@@ -57,15 +60,22 @@ def test_handlers_that_use_all_threads_of_their_loop_hold_up_no_other_tenant(
 def test_a_call_about_a_permit_that_takes_longer_than_the_time_limit_of_the_handler_is_no_part_of_the_run(
     client: Client, monkeypatch: pytest.MonkeyPatch, call: str, kind: str
 ) -> None:
-    asked = threading.Event()
-    time_limit_ms = 200
+    asked, clock = threading.Event(), LeapClock()
+    time_limit_ms = 60_000
     attempts: list[int] = []
-    real_call = getattr(KeyedStream, call)
+    checked_ms: list[float] = []
+    real_call, real_check = getattr(KeyedStream, call), HangDetector.check
+
+    def check(self: HangDetector, runs: Any, now_ms: float) -> None:
+        checked_ms.append(now_ms)
+        real_check(self, runs, now_ms)
 
     def slow_call(*args: Any) -> Any:
         if not asked.is_set():
             asked.set()
-            time.sleep((time_limit_ms + TIME_LIMIT_GRACE_MS + 10 * QUICK.sweep_ms) / 1000)
+            clock.leap(time_limit_ms + TIME_LIMIT_GRACE_MS + 1)
+            before = len(checked_ms)  # one may be under way, and the time limits are checked after it
+            eventually(lambda: len(checked_ms) >= before + 3, "a check of the time limits")
         return real_call(*args)
 
     def handle(message: Message) -> dict[str, str | None]:
@@ -73,10 +83,11 @@ def test_a_call_about_a_permit_that_takes_longer_than_the_time_limit_of_the_hand
         return copy_of(message)
 
     monkeypatch.setattr(KeyedStream, call, slow_call)
+    monkeypatch.setattr(HangDetector, "check", check)
     limit = Limit(per="tenant", at_once=1)
     handler = make(either(handle, kind), key="key", limit=limit, time_limit_ms=time_limit_ms, retry=Retry(attempts=1))
     publish(client, 1, "a")
-    with working(client, handler, "w1"):
+    with working(client, handler, "w1", policy=replace(QUICK, claim_ms=60 * time_limit_ms), clock=clock):
         eventually(lambda: client.execute("XLEN", "out") == 1, "the output")
     assert asked.is_set()
     assert attempts == [1]

@@ -30,7 +30,7 @@ from millstream.redis_client.key_names import HandlerKeys, ServiceKeys
 from millstream.testing import run
 from millstream.testing.history import HistoryError
 from millstream.testing.topologies import cluster
-from tests.support.commandline import free_port
+from tests.support.commandline import reserved_port
 from tests.support.consoles import client_of, fill_with
 from tests.support.databases import postgres_server
 from tests.support.pages import ROOT, run_python, run_tests
@@ -317,15 +317,15 @@ def test_the_health_of_the_page_on_metrics_is_served(monkeypatch: pytest.MonkeyP
             raise EndOfTest
         return [1, 2]
 
-    port = free_port()
+    with reserved_port() as port:
 
-    def process(batch: Iterable[int]) -> None:
-        assert list(batch) == [1, 2]
-        answers.append(get(f"http://127.0.0.1:{port}/healthz"))
-        answers.append(get(f"http://127.0.0.1:{port}/metrics"))
+        def process(batch: Iterable[int]) -> None:
+            assert list(batch) == [1, 2]
+            answers.append(get(f"http://127.0.0.1:{port}/healthz"))
+            answers.append(get(f"http://127.0.0.1:{port}/metrics"))
 
-    with pytest.raises(EndOfTest):
-        run_python("docs/metrics.md", {"read": read, "process": process}, {"9464": str(port)}, only=[1, 2])
+        with pytest.raises(EndOfTest):
+            run_python("docs/metrics.md", {"read": read, "process": process}, {"9464": str(port)}, only=[1, 2])
     assert [answer.status_code for answer in answers] == [200, 200]
     assert "billing.import" in answers[0].text
 

@@ -25,7 +25,7 @@ from millstream.spark.source.replica_reads import ReplicaReads, Replicas
 from millstream.spark.source.row_decoder import StreamEntries
 from millstream.spark.source.stream_info import fetch_calls
 from millstream.testing.proxy import Proxy
-from millstream.testing.topologies import cluster, sentinel_trio
+from millstream.testing.topologies import PRIMARY_NAME, SentinelTrio, cluster, sentinel_trio
 from tests.support.replicas import FOLLOWS, asked, asked_for, is_primary, none_asked
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
@@ -154,8 +154,14 @@ def test_rows_are_those_of_the_primary_and_only_replicas_are_read(deployment: De
     deployment.client.execute("XDEL", "b", "5-0")
     deployment.settle(2)
     parts = deployment.planned()
-    with none_asked(deployment.primary), asked_for(deployment.late, deployment.prompt):
-        found = [deployment.read(parts) for _ in range(12)]
+    found: list[list[tuple[str, int]]] = []
+
+    def both_asked() -> bool:
+        found.append(deployment.read(parts))
+        return min(asked(deployment.late), asked(deployment.prompt)) > 0
+
+    with none_asked(deployment.primary):
+        eventually(both_asked, "a read from each: which of them is read, is drawn")
     there = rows(PartitionReader(deployment.client, parts, limit_ms=0, fail_on_data_loss=True).batches(list))
     assert sorted(there) == [("a", n) for n in range(1_000, 5_000)] + [("b", n) for n in range(30) if n != 4]
     assert all(some == there for some in found)
@@ -521,9 +527,16 @@ def knows(node: EmbeddedServer, replica: EmbeddedServer) -> bool:
     return any(replica.port in (other[1] for other in row[3:]) for row in node.call("CLUSTER", "SLOTS"))
 
 
+def fail_over_after(trio: SentinelTrio, silent_ms: int) -> None:
+    """Let the Sentinels take a primary for dead that has been silent for so long."""
+    for sentinel in trio.sentinels:
+        sentinel.call("SENTINEL", "SET", PRIMARY_NAME, "down-after-milliseconds", silent_ms)
+
+
 @pytest.mark.usefixtures("patience")
 def test_the_replica_is_read_behind_sentinel_and_after_a_failover_the_next_one() -> None:
-    with sentinel_trio() as trio, Client(trio.url) as client:
+    # No failover before the primary is killed, however long it gets no processor.
+    with sentinel_trio(down_after_ms=3_600_000) as trio, Client(trio.url) as client:
         client.pipeline([("XADD", "s", f"{n + 1}-0", "n", n) for n in range(100)])
         eventually(lambda: client.execute("WAIT", 1, 1_000) == 1, "the replica to have it all")
         replicas = Replicas(client)
@@ -531,6 +544,7 @@ def test_the_replica_is_read_behind_sentinel_and_after_a_failover_the_next_one()
         with none_asked(trio.primary):
             (found,) = reads.fetch([("XRANGE", "s", "-", "100-0", "COUNT", 10)])
         trio.primary.kill()
+        fail_over_after(trio, 1_000)
         (more,) = reads.fetch([("XRANGE", "s", "(10-0", "100-0", "COUNT", 40)])
         eventually(lambda: is_primary(trio.replica), "the failover")
         last = [("XRANGE", "s", "(50-0", "100-0", "COUNT", 50)]

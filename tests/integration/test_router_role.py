@@ -4,16 +4,20 @@ import pytest
 
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import router_session_key
-from millstream.worker.fetching.router_role import ROLE_MS, RouterRole
+from millstream.worker.fetching import router_role
+from millstream.worker.fetching.router_role import RouterRole
 from tests.support.clocks import ManualClock
 from tests.support.command_stats import commands_run
 from tests.support.workers import make, make_context
 
 pytestmark = [pytest.mark.worker, pytest.mark.keys]
 
+ROLE_MS = 180_000
+"""How long a session lasts here, in milliseconds: none expires in Redis in the course of a test."""
+
 
 class Roles:
-    """The roles of two workers, whose clock stands still. In Redis a session expires only when the test says so."""
+    """The roles of two workers, whose clock stands still. A session expires only when the test says so."""
 
     def __init__(self, client: Client) -> None:
         self.client = client
@@ -24,8 +28,6 @@ class Roles:
     def acquire(self, role: RouterRole, *streams: str) -> set[str]:
         """Acquire or renew a role on these streams; return where it is held."""
         role.acquire(streams)
-        for key in self.sessions():
-            self.client.execute("PERSIST", key)
         return role.held
 
     def sessions(self) -> list[bytes]:
@@ -39,7 +41,8 @@ class Roles:
 
 
 @pytest.fixture
-def roles(client: Client) -> Roles:
+def roles(client: Client, monkeypatch: pytest.MonkeyPatch) -> Roles:
+    monkeypatch.setattr(router_role, "ROLE_MS", ROLE_MS)
     return Roles(client)
 
 

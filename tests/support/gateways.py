@@ -10,7 +10,6 @@ from urllib.parse import quote, urlsplit
 from websockets.sync.client import ClientConnection, connect
 
 from millstream.redis_client.client import Client
-from tests.support.commandline import free_port
 from tests.support.service_process import ServiceProcess, http_client
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
@@ -19,13 +18,12 @@ class Server(ServiceProcess):
     """A gateway as a process."""
 
     def __init__(self, url: str, *options: str) -> None:
-        port = free_port()
-        super().__init__(("serve", "--metrics-address", str(port)), options, url)
-        self._health = http_client(f"http://127.0.0.1:{port}")
+        super().__init__(("serve", "--metrics-address", "0"), options, url)
 
     def __enter__(self) -> Self:
         super().__enter__()
         self.http = http_client(self.url)
+        self._health = http_client(self.started["metrics"].removesuffix("/metrics"))
         return self
 
     def __exit__(self, *_: object) -> None:

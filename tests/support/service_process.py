@@ -5,7 +5,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import httpx
 
@@ -17,10 +17,12 @@ from tests.support.waiting import FAIL_SAFE_S
 class ServiceProcess:
     """`millstream COMMAND OPTIONS` with its HTTP server on any free port. A context manager that kills it at the end.
 
-    Its stderr goes to `log`, if there is one. `process` and `url` are there once it has started.
+    Its stderr goes to `log`, if there is one. Once it has started, `process` is there, `started` has the line that it
+    printed, and `url` its address.
     """
 
     process: subprocess.Popen[bytes]
+    started: dict[str, Any]
     url: str
 
     def __init__(
@@ -50,7 +52,8 @@ class ServiceProcess:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, f"{self._command} did not start\n{self.said()}"
-        self.url = json.loads(line)["url"]
+        self.started = json.loads(line)
+        self.url = self.started["url"]
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -97,11 +97,11 @@ def cluster(nodes: int = 3) -> Iterator[Cluster]:
 
 
 @contextmanager
-def sentinel_trio() -> Iterator[SentinelTrio]:
+def sentinel_trio(*, down_after_ms: int = 1_000) -> Iterator[SentinelTrio]:
     """Start a primary, its replica and three Sentinels; yield once a failover would work.
 
-    The Sentinels detect a dead primary after 1 s and replace it some seconds later. Raises `ServerError` if the five do
-    not find each other within a minute.
+    The Sentinels take a primary for dead that has not answered for `down_after_ms` milliseconds, and replace it some
+    seconds later. Raises `ServerError` if the five do not find each other within a minute.
     """
     with ExitStack() as stack:
         # By default a primary waits 5 s for more replicas before it synchronizes the first one.
@@ -114,7 +114,7 @@ def sentinel_trio() -> Iterator[SentinelTrio]:
         replica = stack.enter_context(EmbeddedServer(extra=replica_directives))
         sentinel_directives = {
             "sentinel monitor": f"{PRIMARY_NAME} 127.0.0.1 {primary.port} 2",
-            "sentinel down-after-milliseconds": f"{PRIMARY_NAME} 1000",
+            "sentinel down-after-milliseconds": f"{PRIMARY_NAME} {down_after_ms}",
             "sentinel failover-timeout": f"{PRIMARY_NAME} 5000",
         }
         sentinels = [stack.enter_context(EmbeddedServer(extra=sentinel_directives)) for _ in range(3)]
