@@ -204,7 +204,8 @@ def test_an_async_batch_beyond_its_time_limit_is_split_and_only_its_cause_dies(c
         return doubled(numbers)
 
     fill(client, 10)
-    handler = make(handle, time_limit_ms=1_000, batch_wait_ms=100, retry=Retry(attempts=2, delay_ms=1))
+    # Many attempts, for the others too: a slow machine may hold up a message for longer than the time limit.
+    handler = make(handle, time_limit_ms=100, batch_wait_ms=100, retry=Retry(attempts=10, delay_ms=1))
     with working(client, handler) as loop:
         eventually(lambda: loop.loop_metrics.committed >= 10)
     assert sorted(outputs(client)) == [n for n in range(10) if n != 4]
