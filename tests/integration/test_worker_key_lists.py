@@ -25,7 +25,7 @@ from tests.support.clocks import LeapClock
 from tests.support.fields import text_fields
 from tests.support.pages import run_python
 from tests.support.waiting import FAIL_SAFE_S, eventually
-from tests.support.workers import KEYS, KINDS, QUICK, dead, either, ending, make, pending, working
+from tests.support.workers import KEYS, KINDS, QUICK, dead, either, ending, give_up_no_run, make, pending, working
 
 pytestmark = [pytest.mark.worker, pytest.mark.keys]
 
@@ -183,12 +183,15 @@ def test_a_state_that_cannot_be_stored_splits_its_list(client: Client) -> None:
     assert lists(client) == [[0], [1], [2], [4], [5]]
 
 
-def test_the_time_limit_is_for_the_list_and_a_list_that_exceeds_it_is_split(client: Client) -> None:
+def test_the_time_limit_is_for_the_list_and_a_list_that_exceeds_it_is_split(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def handle(events: list[Event], state: State) -> dict[str, Any]:
         if any(event.n == 3 for event in events):
             await asyncio.sleep(FAIL_SAFE_S)
         return gather(events, state)
 
+    give_up_no_run(monkeypatch)
     add(client, *range(6))
     # Many attempts, for the others too: a slow machine may hold up a message for longer than the time limit.
     handler = make(handle, key="key", time_limit_ms=100, retry=Retry(attempts=10, delay_ms=1))
