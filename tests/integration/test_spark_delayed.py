@@ -76,4 +76,4 @@ def test_a_stream_that_can_have_no_delayed_messages_holds_up_no_other(
     with running_mover(client.url, lambda: ["a}b", "ok"]):
         publish(client, "ok")
         wait_for(client, "ok", 1)
-    assert caplog.text == ""
+    assert not [one for one in caplog.records if one.name.startswith("millstream")], "others may log at any time"

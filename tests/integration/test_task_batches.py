@@ -15,6 +15,7 @@ from millstream.delivery.rate_override import RateOverride
 from millstream.handlers.handler import Handler
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import REDRIVE_FIELD
+from millstream.spark.engine import watchdog
 from tests.support.task_fixtures import Item, Row, TaskFixture, hanging_on, only
 
 pytestmark = [pytest.mark.spark]
@@ -124,8 +125,10 @@ def test_a_list_without_outputs_is_committed_message_by_message(bench: TaskFixtu
 
 @KINDS
 def test_a_list_beyond_its_time_limit_is_split_and_only_its_cause_becomes_a_dead_letter(
-    bench: TaskFixture, kind: str
+    bench: TaskFixture, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # The watchdog timer would kill this process, were it held up for two seconds.
+    monkeypatch.setattr(watchdog, "_MIN_GRACE_MS", watchdog._MAX_GRACE_MS)
     # Many attempts, for the others too: a slow machine may hold up a message for longer than the time limit.
     options: dict[str, Any] = {"time_limit_ms": 100, "retry": Retry(attempts=10, delay_ms=1)}
     handler = replace(listing(kind, [], **options), function=hanging_on(3, kind))

@@ -175,7 +175,7 @@ def test_nothing_remains_of_a_wait_for_newer_code_on_spark(client: Client) -> No
 
 def test_a_key_that_waits_for_newer_code_is_blocked_and_says_why(client: Client) -> None:
     give_state(client, encode_state(State(cents=150, currency="EUR"), 3))
-    with working(client, current(state_upcasts=[in_cents])):
+    with working(client, current(state_upcasts=[in_cents], retry=Retry(max_delay_ms=60_000))):
         (queue,) = eventually(lambda: blocked_queues(client, KEYS), "the wait")
     (queue,) = read_queues(client, KEYS, [b"ka"])
     (last,) = last_errors(client, [(KEYS, queue)])

@@ -178,11 +178,11 @@ def test_entries_that_a_process_had_read_before_an_isolation_go_to_the_others(cl
         rounds = itertools.count(1)
 
         def reads_ahead() -> bool:
-            fill(client, 100, first=100 * next(rounds))
-            return loop._in_flight._limit >= 64
+            fill(client, 300, first=300 * next(rounds))
+            eventually(lambda: pending(client) == 0 and loop._in_flight.is_empty, "the end of what makes it do so")
+            return loop._in_flight._limit >= 64  # with nothing left that may wait for long, and have it read less again
 
         eventually(reads_ahead, "a worker that reads far ahead")
-        eventually(lambda: pending(client) == 0 and loop._in_flight.is_empty, "the end of what made it do so")
         fill(client, 2, first=1)
         eventually(lambda: len(running) == 2, "two runs")
         fill(client, 10, first=3)

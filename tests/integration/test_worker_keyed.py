@@ -440,7 +440,7 @@ def test_the_lag_counts_messages_in_key_queues(client: Client) -> None:
     over = threading.Event()
     fill(client, 500, 100)
     with working(client, make(hang, key="key", into=None)):
-        eventually(lambda: (pending(client) or 0) > 300)
+        eventually(lambda: pending(client) == 500, "all messages in key queues")
         assert figure(client, m.LAG) == 500
         over.set()
 

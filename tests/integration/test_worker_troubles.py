@@ -101,6 +101,7 @@ def test_a_run_that_has_ended_at_maxmemory_does_not_count_as_hanging(
         with configured(client, "maxmemory", "1"):
             fill_at_maxmemory(client, 5, first=5)
             eventually(lambda: loop.loop_metrics.read == 10 and " postponed: " in caplog.text)
+            eventually(lambda: all(one.finished for one in loop._in_flight.deliveries), "the end of all five runs")
             wait_for_reads(health, clock, 5)  # beyond the time limit and the grace, each time
             assert (loop.loop_metrics.read, loop.ended.is_set()) == (10, False)
         eventually(lambda: loop.loop_metrics.committed == 10)

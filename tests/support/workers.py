@@ -97,6 +97,14 @@ def ending(
         eventually(loop.ended.is_set, f"the end of the loop by {error.__name__}")
 
 
+def give_up_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave it to the event loop of async handlers to end what exceeds its time limit, however late it gets a processor.
+
+    Else maintenance may be the first to get one, and end the worker.
+    """
+    monkeypatch.setattr("millstream.worker.settling.maintenance.TIME_LIMIT_GRACE_MS", 1_000 * FAIL_SAFE_S)
+
+
 def make(function: Callable[..., Any], **options: Any) -> Handler:
     """Make a handler `app.handle` of the function, by default of the stream `in`, into the stream `out`."""
     app = App("app")
