@@ -5,7 +5,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
@@ -23,6 +23,7 @@ from tests.support.worker_processes import (
     kill,
     random_process,
     resume_all,
+    suspend,
     watched,
 )
 
@@ -77,9 +78,7 @@ class Nemesis:
     def stop_for_a_while(self, chance: random.Random) -> None:
         """SIGSTOP of a process, for shorter or longer than its claim."""
         if victim := random_process(chance, self._workers):
-            with suppress(psutil.NoSuchProcess):
-                victim.suspend()
-                self._stopped.append(victim)
+            suspend(victim, self._stopped)
 
     def restart_in_order(self, chance: random.Random) -> None:
         """SIGTERM of a supervisor, and a new one."""

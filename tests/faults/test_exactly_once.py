@@ -21,6 +21,7 @@ from millstream.handlers.dead_letter import DeadLetter
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.key_names import HandlerKeys
+from millstream.redis_client.resp import Command
 from millstream.testing.history import check_outputs
 from tests.support.drivers import APPS, Driver
 from tests.support.fields import text_fields
@@ -53,39 +54,51 @@ class Expected:
     states: dict[bytes, dict[str, int]] = field(default_factory=lambda: defaultdict(lambda: {"count": 0, "balance": 0}))
 
 
-def publish(client: Client, chance: random.Random) -> Expected:
-    """Fill the stream; return what is expected of it."""
-    expected = Expected()
-    numbers: dict[bytes, int] = defaultdict(int)
-    rows = []
-    for index in range(MESSAGES):
-        account = b"acc-%d" % chance.randrange(ACCOUNTS)
-        poison = {0: "reject", 1: "flaky"}.get(index % 997)
-        if index == MESSAGES // 3:
-            poison = "crash"
-        numbers[account] += 1
-        rows.append((account, numbers[account], chance.randrange(-100, 100), poison))
-    for start in range(0, MESSAGES, 1000):
-        chunk = rows[start : start + 1000]
-        ids = client.pipeline(
-            [
-                ("XADD", "bookings", "*", "account", a, "n", n, "amount", m, *(("poison", p) if p else ()))
-                for a, n, m, p in chunk
-            ]
-        )
-        for entry_id, (account, n, amount, poison) in zip(ids, chunk, strict=True):
-            text = entry_id.decode()
-            if poison in ("reject", "crash"):
-                expected.dead[text] = "rejected" if poison == "reject" else "crashed"
-                continue
-            state = expected.states[account]
-            state["count"] += 1
-            state["balance"] += amount
-            expected.sequences[account].append(text)
-            expected.outputs[text] = {"account": account.decode(), "n": str(n), "id": text} | {
-                name: str(value) for name, value in state.items()
-            }
-    return expected
+class Bookings:
+    """What is published, portion by portion, so that there is always work left where a process is to die at it."""
+
+    def __init__(self, client: Client, chance: random.Random) -> None:
+        self.expected = Expected()
+        self.published = 0
+        self._client = client
+        self._chance = chance
+        self._numbers: dict[bytes, int] = defaultdict(int)
+
+    def publish(self, *more: Command) -> None:
+        """Add the next portion to the stream, and run `more` in the same step."""
+        rows = [self._row(index) for index in range(self.published, min(self.published + BATCH, MESSAGES))]
+        commands = [
+            ("XADD", "bookings", "*", "account", a, "n", n, "amount", m, *(("poison", p) if p else ()))
+            for a, n, m, p in rows
+        ]
+        *_, replies = self._client.pipeline([("MULTI",), *commands, *more, ("EXEC",)])
+        assert isinstance(replies, list), replies
+        for entry_id, row in zip(replies, rows, strict=False):
+            self._expect(entry_id.decode(), *row)
+        self.published += len(rows)
+
+    def publish_beyond(self, count: int) -> None:
+        """Publish more than `count` in all, or all that there is."""
+        while self.published <= count and self.published < MESSAGES:
+            self.publish()
+
+    def _row(self, index: int) -> tuple[bytes, int, int, str | None]:
+        account = b"acc-%d" % self._chance.randrange(ACCOUNTS)
+        self._numbers[account] += 1
+        poison = "crash" if index == MESSAGES // 3 else {0: "reject", 1: "flaky"}.get(index % 997)
+        return account, self._numbers[account], self._chance.randrange(-100, 100), poison
+
+    def _expect(self, entry_id: str, account: bytes, n: int, amount: int, poison: str | None) -> None:
+        if poison in ("reject", "crash"):
+            self.expected.dead[entry_id] = "rejected" if poison == "reject" else "crashed"
+            return
+        state = self.expected.states[account]
+        state["count"] += 1
+        state["balance"] += amount
+        self.expected.sequences[account].append(entry_id)
+        self.expected.outputs[entry_id] = {"account": account.decode(), "n": str(n), "id": entry_id} | {
+            name: str(value) for name, value in state.items()
+        }
 
 
 def read_stream(client: Client, stream: str) -> Iterator[tuple[bytes, list[bytes]]]:
@@ -107,9 +120,10 @@ def wait_for_commits(client: Client, goal: int, driver: Driver) -> None:
 class Outages:
     """Takes Redis away from a running pipeline, until this has said that it waits. Each method is one kind of outage."""
 
-    def __init__(self, server: EmbeddedServer, client: Client, driver: Driver) -> None:
+    def __init__(self, server: EmbeddedServer, client: Client, driver: Driver, bookings: Bookings) -> None:
         self._server = server
         self._client = client
+        self._bookings = bookings
         self._driver = driver
 
     def kill(self) -> None:
@@ -122,11 +136,11 @@ class Outages:
     def fill(self) -> None:
         """Give it too little memory: nothing is committed, however often it is tried."""
         said = self._said("maxmemory")
-        self._client.execute("CONFIG", "SET", "maxmemory", "1")
+        self._bookings.publish(("CONFIG", "SET", "maxmemory", "1"))  # at once: else it could all be committed by then
         self._wait_for_more("maxmemory", said)
         stuck_at, refused = committed(self._client), self._refused()
         eventually(lambda: self._refused() >= refused + 5, "more writes to be refused", log=self._driver.errors)
-        assert committed(self._client) == stuck_at < MESSAGES
+        assert committed(self._client) == stuck_at < self._bookings.published
         self._client.execute("CONFIG", "SET", "maxmemory", "0")
 
     def _wait_for_more(self, word: str, said: int) -> None:
@@ -144,9 +158,10 @@ class Outages:
 class Assassin:
     """Kills, alternately, at exact points and at random ones, and keeps a list of what it hit."""
 
-    def __init__(self, driver: Driver, chance: random.Random) -> None:
+    def __init__(self, driver: Driver, chance: random.Random, bookings: Bookings) -> None:
         self._driver = driver
         self._chance = chance
+        self._bookings = bookings
         self.log: list[str] = []
 
     def kill_once(self, number: int) -> None:
@@ -156,16 +171,19 @@ class Assassin:
         if point in EXACT_POINTS:
             self._arm(point)
         elif point == "driver":
+            self._bookings.publish()
             time.sleep(self._chance.random())
             self._driver.kill()
             self._restart()
         else:
+            self._bookings.publish()
             self._kill_worker()
         self.log.append(point)
 
     def _arm(self, point: str) -> None:
         before = self._hits(point)  # counted first: a process may be there as soon as it is armed
         (self._driver.folder / point).touch()
+        self._bookings.publish()
         eventually(lambda: self._hits(point) > before, f"no process reached {point}", log=self._driver.errors)
         if point == EXACT_POINTS[2]:  # this one is the driver's own
             self._driver.ended()
@@ -193,8 +211,8 @@ def test_killing_drivers_workers_and_redis_all_through_a_run_applies_everything_
     chance = random.Random(seed)
     server = millstream_fresh_server
     with Client(server.url) as client:
-        expected = publish(client, chance)
-        last = client.execute("XREVRANGE", "bookings", "+", "-", "COUNT", 1)[0][0]
+        bookings = Bookings(client, chance)
+        bookings.publish()
         with Driver(
             f"{APPS}/killer_app.py:app",
             url=server.url,
@@ -202,14 +220,17 @@ def test_killing_drivers_workers_and_redis_all_through_a_run_applies_everything_
             options=("--max-per-batch", str(BATCH)),
         ) as driver:
             driver.start()
-            assassin, outages = Assassin(driver, chance), Outages(server, client, driver)
+            assassin, outages = Assassin(driver, chance, bookings), Outages(server, client, driver, bookings)
             kinds = (outages.kill, outages.kill, outages.fill) if SOAK else (outages.kill, outages.fill)
             for number, outage in zip_longest(range(KILLS), kinds):
-                goal = max(1, number * MESSAGES // (KILLS + 2))  # enough is left to be at work when it kills
+                goal = max(1, number * MESSAGES // (KILLS + 2))  # enough is left to publish for the kills
+                bookings.publish_beyond(goal)
                 wait_for_commits(client, goal, driver)
                 if outage is not None:
                     outage()
                 assassin.kill_once(number)
+            bookings.publish_beyond(MESSAGES)
+            last = client.execute("XREVRANGE", "bookings", "+", "-", "COUNT", 1)[0][0]
             eventually(
                 lambda: all(client.execute("HGET", keys.meta, "committed_id") == last for keys in OUTPUTS),
                 f"the end of the stream; kills: {assassin.log}, seed {seed}",
@@ -220,7 +241,7 @@ def test_killing_drivers_workers_and_redis_all_through_a_run_applies_everything_
             print(f"\nseed {seed}; kills at: {', '.join(assassin.log)}; driver starts: {driver.starts}")  # noqa: T201
         assert set(EXACT_POINTS) <= set(assassin.log)
         for keys, output in OUTPUTS.items():
-            verify(client, expected, keys, output)
+            verify(client, bookings.expected, keys, output)
 
 
 def verify(client: Client, expected: Expected, keys: HandlerKeys, output: str) -> None:

@@ -20,13 +20,6 @@ KILLS = 50 if os.environ.get("MILLSTREAM_SOAK") else 2
 DRIVER_EVERY = 3
 """The first of so many kills is that of the driver."""
 
-# In one step: a commit sets timers, and a timer adds messages.
-_DRAINED = """
-local last = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)[1][1]
-local is_done = redis.call('ZCARD', KEYS[2]) == 0 and redis.call('HGET', KEYS[3], 'committed_id') == last
-return is_done and 1 or 0
-"""
-
 
 class DriverExpectations(TimedExpectations):
     """Expectations of the app `timed` on Spark, where messages in a batch are not pending."""
@@ -37,8 +30,8 @@ class DriverExpectations(TimedExpectations):
 
     def drained(self) -> bool:
         """Return whether no timer is left, and all batches have ended."""
-        due = "millstream:{in}:in:due"
-        return bool(self.client.execute("EVAL", _DRAINED, 3, "in", due, self.keys.meta)) and not self.pending()
+        found = self.look()
+        return not found.timers and not found.pending and found.committed == found.last
 
 
 def start(driver: Driver) -> None:
@@ -46,15 +39,16 @@ def start(driver: Driver) -> None:
     driver.start("--spark-master", f"local[{1 + driver.starts % 2},4]")
 
 
-def eventually_running(driver: Driver) -> None:
-    """Wait until a task runs messages: a commit would only show when it has ended."""
+def written(driver: Driver) -> int:
+    """Return how much the handlers have recorded of their runs: a commit would only show when a task has ended."""
+    return sum(one.stat().st_size for one in driver.folder.glob("events.*"))
 
-    def written() -> int:
-        """Return how much the handlers have recorded of their runs."""
-        return sum(one.stat().st_size for one in driver.folder.glob("events.*"))
 
-    before = written()
-    eventually(lambda: written() > before, "a run since the last kill", log=driver.errors)
+def publish_and_await_runs(expectations: DriverExpectations, driver: Driver) -> None:
+    """Publish some more, and wait until a task runs messages."""
+    before = written(driver)
+    expectations.publish_more()
+    eventually(lambda: written(driver) > before, "a run since the last kill", log=driver.errors)
 
 
 def kill_worker(driver: Driver, chance: random.Random) -> None:
@@ -82,8 +76,7 @@ def test_timers_come_once_and_never_early_or_not_at_all_while_drivers_and_tasks_
     with Driver(f"{APPS}/worker_app.py:timed", url=fresh_client.url, folder=tmp_path, options=options) as driver:
         start(driver)
         for number in range(KILLS):
-            expectations.publish_more()
-            eventually_running(driver)
+            publish_and_await_runs(expectations, driver)
             time.sleep(chance.random() / 3)  # a kill at any point
             if number % DRIVER_EVERY == 0:
                 driver.kill()

@@ -17,7 +17,16 @@ from millstream.testing.proxy import Proxy
 from tests.support.keyed_workers import KeyedExpectations
 from tests.support.memory import more_for_pending
 from tests.support.waiting import eventually
-from tests.support.worker_processes import CLAIM_S, PrintFigures, RunningWorkers, random_process, resume_all, watched
+from tests.support.worker_processes import (
+    CLAIM_S,
+    PrintFigures,
+    RunningWorkers,
+    kill,
+    random_process,
+    resume_all,
+    suspend,
+    watched,
+)
 
 LONG_CLAIM_S = 3 * CLAIM_S
 """Leases must outlast the deaths of their owner and its supervisor on a slow machine."""
@@ -61,10 +70,9 @@ def test_chaos_keeps_every_key_in_order_and_loses_and_doubles_nothing(
                 proxy.cut_all()
             elif victim := random_process(chance, all_workers):
                 if deed == "kill":
-                    victim.kill()
+                    kill(victim)
                 else:
-                    victim.suspend()
-                    stopped.append(victim)
+                    suspend(victim, stopped)
             time.sleep(chance.uniform(0.2, 1.5))  # leases of a second may expire meanwhile
         resume_all(stopped)
         report = expectations.check_keys(overlap=False, log=all_workers[0].log)
@@ -89,10 +97,10 @@ def test_keys_of_a_killed_worker_go_on_elsewhere_once_their_leases_have_ended(
                 dying.ready()
                 expectations.publish_keys(1_500, 40, ms=5)
                 asleep_with_leases(dying, expectations)  # it commits nothing more, until it is killed
+                done = expectations.effect_count()
+                until_ms = leases_of(expectations, b"dying")  # they last for seconds yet: a kill may take long
                 dying.kill_all()
                 killed_ms = server_time_ms(fresh_client)
-                until_ms = leases_of(expectations, b"dying")
-                done = expectations.effect_count()
                 eventually(expectations.drained, "the drain", log=heir.log)
                 again_ms = first_commits_ms(expectations, done)
         report = expectations.check_keys(log=heir.log)

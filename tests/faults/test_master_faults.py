@@ -41,6 +41,8 @@ pytestmark = [pytest.mark.master, pytest.mark.faults]
 EXAMPLE = Path(__file__).parents[2] / "examples/tickets"
 WATCHFUL = ("--ping-interval", "0.5", "--ping-failures", "6")
 """Where a consumer is to be found dead, and no other that gets no processor for some seconds."""
+STUCK = ("--delegation-limit", "6")
+"""Where a consumer is to be found stuck, and none that looks for its message some seconds late."""
 
 
 class RunningWorkers:
@@ -96,10 +98,12 @@ class RunningWorkers:
         """How many lines a consumer has noted."""
         return len(self.log(name).read_bytes().splitlines()) if self.log(name).exists() else 0
 
-    def in_the_middle(self, name: str) -> None:
-        """Wait until a consumer works on a message."""
+    def in_the_middle(self, name: str, client: Client, enqueued: list[Event]) -> None:
+        """Wait until a consumer works on a message; publishes some more once all are done."""
 
         def works() -> bool:
+            if is_clean(client):
+                enqueued.extend(enqueue(client, 12, 2))
             lines = self.log(name).read_bytes().splitlines() if self.log(name).exists() else []
             return bool(lines) and b'"started"' in lines[-1]
 
@@ -167,7 +171,7 @@ def test_a_late_xack_of_a_former_owner_ends_the_message_for_the_current_owner(cl
 def test_a_healthy_consumer_that_is_stuck_loses_its_message_and_gets_no_more(client: Client) -> None:
     stuck_on, newer = publish(client, "A", "A")
     with ExitStack() as stack:
-        master = stack.enter_context(Master(client.url, *PATIENT, "--delegation-limit", "2"))
+        master = stack.enter_context(Master(client.url, *PATIENT, *STUCK))
         stuck = stack.enter_context(MemoConsumer(client, "c1").register(master))
         other = stack.enter_context(MemoConsumer(client, "c2"))
         assert stuck.next()[0] == stuck_on
@@ -189,7 +193,7 @@ def test_a_healthy_consumer_that_is_stuck_loses_its_message_and_gets_no_more(cli
 def test_a_slow_consumer_that_is_alone_processes_nothing_twice(client: Client) -> None:
     slow, newer = publish(client, "A", "A")
     with (
-        Master(client.url, *PATIENT, "--delegation-limit", "1") as master,
+        Master(client.url, *PATIENT, *STUCK) as master,
         MemoConsumer(client, "c1").register(master) as consumer,
     ):
         assert consumer.next()[0] == slow
@@ -249,8 +253,8 @@ def test_messages_stay_assigned_without_a_master_and_acknowledged_ones_are_done(
 def test_an_outsider_that_keeps_polling_its_messages_loses_them_to_the_master_after_a_while(client: Client) -> None:
     client.execute("XGROUP", "CREATE", STREAM, GROUP, "0", "MKSTREAM")
     (old,) = publish(client, "A")
-    client.execute("XREADGROUP", "GROUP", GROUP, "thief", "STREAMS", STREAM, ">")
     began = time.monotonic()
+    client.execute("XREADGROUP", "GROUP", GROUP, "thief", "STREAMS", STREAM, ">")
     with Master(client.url, "--min-idle", "1.5"):
 
         def polls() -> bool:
@@ -304,9 +308,9 @@ def test_tickets_stay_in_order_when_one_of_three_consumers_and_one_of_two_master
             workers.python(name, "--max-tickets", "2", work_ms=30)
         registered(two, 3)
         enqueued = enqueue(client, 12, 8)
-        workers.in_the_middle("c1")
+        workers.in_the_middle("c1", client, enqueued)
         end(one.process, signal.SIGKILL)
-        workers.in_the_middle("c2")
+        workers.in_the_middle("c2", client, enqueued)
         end(workers.processes["c2"], signal.SIGKILL)
         eventually(lambda: is_clean(client), "all done")
     events = read_events(*tmp_path.glob("*.jsonl"))
@@ -323,7 +327,7 @@ def test_a_consumer_that_is_stopped_finishes_its_message_and_releases_the_rest(c
         workers.python("c1", work_ms=300)
         registered(master, 1)
         enqueued = enqueue(client, 3, 2)
-        workers.in_the_middle("c1")
+        workers.in_the_middle("c1", client, enqueued)
         assert end(workers.processes["c1"]) == 0
         assert master.state_of("c1") is None
         assert "c1" not in holders(client).values()
@@ -340,7 +344,7 @@ def test_masters_and_consumers_continue_after_redis_restarts(
         workers.python("c1", "--max-tickets", "3", work_ms=20)
         registered(master, 1)
         enqueued = enqueue(client, 6, 20)
-        workers.in_the_middle("c1")
+        workers.in_the_middle("c1", client, enqueued)
         millstream_fresh_server.restart()
 
         def done() -> bool:

@@ -126,6 +126,7 @@ def test_a_small_tracking_table_loses_no_message(caplog: pytest.LogCaptureFixtur
             with publishing(server.url, NAMES):
                 crowd.wait_for(10 * ROUNDS * 100)
             crowd.check(client)
+            eventually(lambda: "tracking-table-max-keys" in caplog.text, "a word about what Redis evicts")
         assert caplog.text.count("tracking-table-max-keys") == 1
         assert not crowd.gaps
 

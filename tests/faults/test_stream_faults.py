@@ -24,8 +24,10 @@ from tests.support.worker_processes import (
     Expectations,
     PrintFigures,
     RunningWorkers,
+    kill,
     random_process,
     resume_all,
+    suspend,
 )
 
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
@@ -136,10 +138,9 @@ def test_chaos_keeps_every_stream_in_order_and_loses_and_doubles_nothing(
                 )
             elif victim := random_process(chance, all_workers):
                 if deed == "kill":
-                    victim.kill()
+                    kill(victim)
                 else:
-                    victim.suspend()
-                    stopped.append(victim)
+                    suspend(victim, stopped)
             time.sleep(chance.uniform(0.3, 1.5))  # leases of a second end, or do not
         resume_all(stopped)
         report = expectations.check(all_workers[0].log)

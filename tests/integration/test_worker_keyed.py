@@ -21,6 +21,7 @@ from millstream.redis_client.scripts import Script
 from millstream.testing.invariants import check_invariants
 from millstream.testing.proxy import Proxy
 from millstream.worker.completion_queue import FinishedRun
+from millstream.worker.running.poison_isolation import ProcessIsolation
 from tests.support.clocks import LeapClock
 from tests.support.fields import text_fields
 from tests.support.waiting import FAIL_SAFE_S, eventually
@@ -305,6 +306,8 @@ def proxy(client: Client) -> Iterator[Proxy]:
 AT_ONCE = replace(QUICK, stop_ms=0)
 NEARLY_MS = QUICK.claim_ms - 5_000
 """A worker gives up a tenth of a lease before it expires."""
+FETCHING = {f"millstream-{name}" for name in ("fetcher", "delayed-mover", "router")}
+"""The threads that a stop ends before the runs have ended."""
 
 
 def test_an_async_handler_is_cancelled_before_its_lease_ends(client: Client, proxy: Proxy) -> None:
@@ -383,6 +386,34 @@ def test_a_plain_handler_that_outlasts_its_lease_ends_the_process(
         proxy.resume()
     over.set()
     assert [queue.length for queue in list_queues(client, KEYS)] == [1]
+
+
+def test_a_plain_handler_that_outlasts_its_lease_during_a_stop_ends_the_process_while_redis_is_away(
+    client: Client, proxy: Proxy
+) -> None:
+    begun, over, clock = threading.Event(), threading.Event(), LeapClock()
+    told: list[HandlerStuck] = []
+
+    def hang(_: Message) -> None:
+        begun.set()
+        over.wait(FAIL_SAFE_S)
+
+    fill(client, 1, 1)
+    handler = make(hang, key="key", into=None, time_limit_ms=600_000)
+    before = set(threading.enumerate())
+    stuck: dict[str, Any] = {"match": "though its lease is about to expire", "clock": clock}
+    stuck |= {"policy": replace(QUICK, stop_ms=600_000), "isolation": ProcessIsolation("", told.append)}
+    with Client(proxy.url) as through, ending(HandlerStuck, through, handler, **stuck) as loop:
+        eventually(begun.is_set)
+        fetching = {one for one in set(threading.enumerate()) - before if one.name in FETCHING}
+        assert len(fetching) == len(FETCHING)
+        loop.stop()
+        eventually(lambda: not any(one.is_alive() for one in fetching), "a stop that waits for the run alone")
+        proxy.freeze()
+        clock.leap(NEARLY_MS)
+        eventually(lambda: told, "the end of the process")
+        proxy.resume()
+    over.set()
 
 
 def test_a_key_that_fails_does_not_use_up_the_rate_of_the_others(client: Client) -> None:

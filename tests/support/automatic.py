@@ -12,7 +12,7 @@ import psutil
 from millstream.redis_client.client import Client
 from tests.support.commandline import start
 from tests.support.json_reference import check_events
-from tests.support.processes import await_end, descendants, lives
+from tests.support.processes import await_end, descendants, kill_with_descendants
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 KEY_COUNT = 20
@@ -49,19 +49,13 @@ class Automatic:
         self._options = options
         self._environment = environment
         self._process: subprocess.Popen[bytes] | None = None
-        self._started: list[psutil.Process] = []
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if self._process is not None:
-            self._started += descendants(self._process)
-            self._process.kill()
-            self._process.wait()
-            for one in filter(lives, self._started):
-                one.kill()
-            await_end(self._started)
+            kill_with_descendants(self._process)
         if error is None:
             check_events("auto", self.events)
 
@@ -112,8 +106,8 @@ class Automatic:
         self.published += count
 
     def runs_on(self, *engines: str) -> None:
-        """Wait until these are the engines that have been started."""
-        eventually(lambda: self.engines() == [*engines], f"{engines}", log=self.errors)
+        """Wait until these have been the first engines that were started."""
+        eventually(lambda: self.engines()[: len(engines)] == [*engines], f"{engines}", log=self.errors)
 
     def done(self) -> int:
         """How many messages have had an effect."""

@@ -1,6 +1,7 @@
 """Expectations of the app `timed`, whose messages set, replace and cancel timers of their key."""
 
 from collections import Counter
+from typing import NamedTuple
 
 from millstream.delivery import DelayedMessages
 from millstream.model import EntryId
@@ -12,6 +13,31 @@ from tests.support.keyed_workers import KeyedExpectations
 KEYS = 8
 TURNS = 4
 """How many messages of a key have different timers: see `work_timed`."""
+
+# In one step: a commit sets timers, and a timer adds messages.
+_LOOK = """
+local function fact(facts, name)
+  for i = 1, #facts, 2 do
+    if facts[i] == name then return facts[i + 1] end
+  end
+end
+local delivered, pending = '', 0
+for _, group in ipairs(redis.call('XINFO', 'GROUPS', KEYS[1])) do
+  if fact(group, 'name') == ARGV[1] then delivered, pending = fact(group, 'last-delivered-id'), fact(group, 'pending') end
+end
+local last = fact(redis.call('XINFO', 'STREAM', KEYS[1]), 'last-generated-id')
+return {redis.call('ZCARD', KEYS[2]), pending, last, delivered, redis.call('HGET', KEYS[3], 'committed_id') or ''}
+"""
+
+
+class Look(NamedTuple):
+    """What is left to do: timers, pending messages, the last id of the stream, of what was read and of all batches."""
+
+    timers: int
+    pending: int
+    last: bytes
+    delivered: bytes
+    committed: bytes
 
 
 class TimedExpectations(KeyedExpectations):
@@ -27,7 +53,13 @@ class TimedExpectations(KeyedExpectations):
 
     def drained(self) -> bool:
         """Return whether no timer is left, and nothing is pending or left to read."""
-        return not self._ask("ZCARD", "millstream:{in}:in:due") and super().drained()
+        found = self.look()
+        return not found.timers and not found.pending and found.delivered == found.last
+
+    def look(self) -> Look:
+        """Look at all that may be left to do, at one moment."""
+        keys = ("in", "millstream:{in}:in:due", self.keys.meta)
+        return Look(*self._ask("EVAL", _LOOK, len(keys), *keys, self.keys.group))
 
     def add_timers(self) -> Counter[str]:
         """Expect the messages that timers have added; return what set them."""

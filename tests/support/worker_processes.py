@@ -166,7 +166,7 @@ class RunningWorkers:
         children = self.children()
         self.supervisor.kill()
         for child in children:
-            child.kill()
+            kill(child)  # one that sees the end of its supervisor first ends by itself
         await_end(children)
         self.supervisor.wait(FAIL_SAFE_S)
 
@@ -185,6 +185,13 @@ def kill(process: psutil.Process | None) -> None:
     if process is not None:
         with suppress(psutil.NoSuchProcess):
             process.kill()
+
+
+def suspend(process: psutil.Process, stopped: list[psutil.Process]) -> None:
+    """Stop a process, if it is still there, and add it to those that `resume_all` resumes."""
+    with suppress(psutil.NoSuchProcess):
+        process.suspend()
+        stopped.append(process)
 
 
 def resume_all(stopped: list[psutil.Process]) -> None:

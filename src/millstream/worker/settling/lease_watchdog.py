@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 
@@ -35,11 +36,7 @@ class LeaseWatchdog:
         margin_ms = max(_MIN_MARGIN_MS, _MARGIN_SHARE * self._context.policy.claim_ms)
         cancelled: list[Delivery] = []
         while not over.wait(_WATCH_S):
-            if any(not one.finished for one in cancelled):
-                raise HandlerStuck(
-                    f"{self._context.handler.label} still runs on message {cancelled[0].id.decode()} of "
-                    f"{cancelled[0].stream.stream} though its lease is about to expire; another worker may run it then"
-                )
+            self._check_ended(cancelled)
             late_ms = self._clock.monotonic_ms() + margin_ms
             cancelled = self._drop_expiring(
                 [
@@ -47,6 +44,16 @@ class LeaseWatchdog:
                     for lease in self._in_flight.leases.copy()
                     if (lease.expired or lease.expires_ms < late_ms) and not lease.releasing
                 ]
+            )
+        if cancelled:  # a stop waits for no run that was dropped
+            time.sleep(_WATCH_S)
+            self._check_ended(cancelled)
+
+    def _check_ended(self, cancelled: Sequence[Delivery]) -> None:
+        if any(not one.finished for one in cancelled):
+            raise HandlerStuck(
+                f"{self._context.handler.label} still runs on message {cancelled[0].id.decode()} of "
+                f"{cancelled[0].stream.stream} though its lease is about to expire; another worker may run it then"
             )
 
     def _drop_expiring(self, leases: Sequence[KeyLease]) -> list[Delivery]:
