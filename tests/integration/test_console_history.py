@@ -22,7 +22,7 @@ from tests.support.service_process import ServiceProcess
 from tests.support.waiting import eventually
 from tests.support.workers import double, fill, make, working
 
-pytestmark = [pytest.mark.cli]
+pytestmark = [pytest.mark.cli, pytest.mark.usefixtures("unhurried")]
 
 FIGURES = HandlerSample(streams=1, added=0, done=0, dead=0, lag=0, oldest_ms=None, dead_letters=0, stuck=0)
 

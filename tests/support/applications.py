@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.support.commandline import environment, free_port
+from tests.support.commandline import environment, reserved_port
 from tests.support.processes import kill_with_descendants
 from tests.support.service_process import http_client
 from tests.support.waiting import FAIL_SAFE_S, eventually
@@ -34,10 +34,10 @@ def application(
     target: str, redis_url: str, log: Path, *options: str, env: Mapping[str, str] | None = None
 ) -> Iterator[Application]:
     """`uvicorn TARGET OPTIONS` on a port of this machine, killed at the end of the block."""
-    port = free_port()
-    command = [sys.executable, "-m", "uvicorn", target, "--host", "127.0.0.1", "--port", str(port), *options]
-    with serving(command, f"http://127.0.0.1:{port}", redis_url, log, env=env) as found:
-        yield found
+    with reserved_port() as port:
+        command = [sys.executable, "-m", "uvicorn", target, "--host", "127.0.0.1", "--port", str(port), *options]
+        with serving(command, f"http://127.0.0.1:{port}", redis_url, log, env=env) as found:
+            yield found
 
 
 @contextmanager
