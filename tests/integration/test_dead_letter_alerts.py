@@ -306,7 +306,9 @@ def test_a_worker_alerts_by_webhook_and_command_of_each_dead_letter_once(client:
             eventually(lambda: (dead(hook.received, "refuse"), dead(hook.received, "fail")) == (5, 1), "the alerts")
             client.pipeline([("XADD", "orders", "*", "n", n) for n in range(5, 7)])
             eventually(lambda: dead(hook.received, "refuse") == 7, "the alerts of the new ones")
-            eventually(lambda: dead(given(), "refuse") == 7, "the command to be given them")  # a stop ends it after a while
+            eventually(
+                lambda: dead(given(), "refuse") == 7, "the command to be given them"
+            )  # a stop ends it after a while
             worker.terminate()
             assert ended(worker).code == 0
         assert (dead(hook.received, "refuse"), dead(hook.received, "fail")) == (7, 1)

@@ -201,7 +201,8 @@ def test_malformed_requests_write_nothing_into_the_log(steady: Service) -> None:
             connection.wait_closed()
     with BareConnection(steady.url) as connection:
         connection.ask(b"GET /ws/s HTTP/1.1\r\nOrigin: https://evil.example\r\n" + HANDSHAKE + b"\r\n")
-        connection.wait_closed()
+        if steady.kind is KINDS["serve"]:  # the others have no WebSockets
+            connection.wait_closed()
     with BareConnection(steady.url, steady.post_head(100) + b"{"):
         pass  # it has left in the middle
     assert page_of(steady) == 200
