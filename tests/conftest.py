@@ -103,6 +103,14 @@ def _reset_import_path() -> None:
 
 
 @pytest.fixture
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The console and the checks of this process read all that they look for, however slow the machine is."""
+    from tests.support.budgets import lengthen_budgets  # most processes of a run need no console
+
+    lengthen_budgets(monkeypatch)
+
+
+@pytest.fixture
 def tls() -> None:
     """Skip the test if the server of this run was chosen, and built without TLS."""
     if os.environ.get(servers.VARIABLE) and not servers.was_built_with_tls():

@@ -21,7 +21,7 @@ from tests.support.commandline import call
 from tests.support.console_forms import FORMS
 from tests.support.consoles import SCRIPT, Browser, authorized, fill_with, pages_reached
 
-pytestmark = pytest.mark.cli
+pytestmark = [pytest.mark.cli, pytest.mark.usefixtures("unhurried")]
 
 VIEWS = Path(__file__).parents[2] / "src/millstream/services/console"
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))

@@ -33,12 +33,13 @@ from millstream.services.console.views import PAGES
 from tests.support.accessibility import Axe
 from tests.support.browser import Browser, Chromium
 from tests.support.command_stats import commands_run
+from tests.support.commandline import reserved_port
 from tests.support.console_browsing import await_text, log_in, record_reports, visit
 from tests.support.console_threads import ConsoleThread
 from tests.support.consoles import BASE, TOKENS, client_of, console, fill_with, write_tokens
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.cli]
+pytestmark = [pytest.mark.cli, pytest.mark.usefixtures("unhurried")]
 
 SECRET = "canary"
 KEYS = HandlerKeys("shop", "pay", "orders")
@@ -203,7 +204,8 @@ TALL = "document.body.style.minHeight = '5000px'; 0"
 
 @pytest.fixture
 def started(filled: Client, tmp_path: Path) -> Iterator[ConsoleThread]:
-    with ConsoleThread(filled.url, write_tokens(tmp_path)) as console:
+    """On a port that it can have again after a stop."""
+    with reserved_port() as port, ConsoleThread(filled.url, write_tokens(tmp_path), port=port) as console:
         yield console
 
 
@@ -367,6 +369,7 @@ def test_a_page_asks_nothing_while_it_is_hidden_or_its_figures_are_held(
     browser.run(
         "window.asked = 0; window.fetch = () => { window.asked += 1; return Promise.reject(new Error('none')) }; 0"
     )
+    await_true(browser, "window.asked")  # by now no earlier request is under way
     is_hidden = "Object.defineProperty(document, 'hidden', {configurable: true, value: %s}); "
     woken = "document.dispatchEvent(new Event('visibilitychange')); "
     hold = "document.querySelector('#renewal button').click(); "
@@ -382,6 +385,10 @@ HELD_BACK = """
 window.loaded = fetch
 window.fetch = async (...request) => {
   const answer = await loaded(...request), text = await answer.text()
+  window.renewed = true
+  const rows = Array.from(new DOMParser().parseFromString(text, 'text/html').querySelectorAll('tbody tr'))
+  if (!rows.some(one => one.cells[0].textContent === 'orders' && one.cells[1].textContent === '5'))
+    return new Response(text, {headers: answer.headers})
   window.asked = true
   await new Promise(go => { window.goOn = go })
   const found = new Response(text, {headers: answer.headers})
@@ -397,6 +404,7 @@ def test_figures_that_arrive_after_they_were_held_do_not_change_the_page(
 ) -> None:
     visit(browser, f"{started.url}/streams")
     browser.run(HELD_BACK)
+    await_true(browser, "window.renewed")  # by now no request is under way that is not held back
     filled.execute("XADD", "orders", "*", "n", 1)
     await_true(browser, "window.asked")
     browser.run("document.querySelector('#renewal button').click(); window.goOn(); 0")

@@ -28,7 +28,7 @@ from tests.support.deployments import lent_cluster
 from tests.support.waiting import FAIL_SAFE_S, eventually
 from tests.support.workers import double, fill, make, outputs, pending, working
 
-pytestmark = [pytest.mark.cli]
+pytestmark = [pytest.mark.cli, pytest.mark.usefixtures("unhurried")]
 
 
 @contextmanager

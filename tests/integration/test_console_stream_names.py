@@ -20,7 +20,7 @@ from tests.support.command_stats import commands_run
 from tests.support.consoles import Browser, authorized, client_of, fill_with, write_tokens
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
-pytestmark = [pytest.mark.cli]
+pytestmark = [pytest.mark.cli, pytest.mark.usefixtures("unhurried")]
 
 HOUR_MS = 3_600_000.0
 

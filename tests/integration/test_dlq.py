@@ -23,7 +23,9 @@ from millstream.handlers.dead_letter import DeadLetter, Reason
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.key_names import REDRIVE_FIELD, HandlerKeys
+from millstream.testing.proxy import Proxy, Side
 from tests.support.commandline import call, start
+from tests.support.waiting import FAIL_SAFE_S
 
 pytestmark = [pytest.mark.worker]
 
@@ -32,6 +34,8 @@ MARK = [REDRIVE_FIELD, b"airline.departure"]
 _buried = itertools.count(1)  # 0 is what Redis itself begins with in each millisecond
 BOTH = "return redis.call('XLEN', KEYS[1]) + redis.call('XLEN', KEYS[2])"
 KILLS = 200 if os.environ.get("MILLSTREAM_SOAK") else 6
+MOST_MOVED = 400
+"""How many letters each process is given that is killed: it cannot end before that."""
 
 
 def letter(
@@ -462,30 +466,53 @@ def test_two_redrives_at_once_redrive_each_dead_letter_once(client: Client) -> N
     assert Counter(new_id is not None for new_id in outcomes) == {True: 2_000, False: 4_000}
 
 
+class Standstill(Proxy):
+    """A proxy that never forwards the `at`-th script: its client stands still there, until it is killed."""
+
+    def __init__(self, port: int, *, at: int) -> None:
+        self._scripts_left = at
+        self._is_over = threading.Event()
+        super().__init__(port)
+
+    def cut_side(self, words: Sequence[bytes]) -> Side | None:
+        """See Proxy."""
+        self._scripts_left -= words[0] == b"EVALSHA"
+        if self._scripts_left > 0:
+            return super().cut_side(words)
+        self._is_over.wait(FAIL_SAFE_S)
+        return "before"
+
+    def close(self) -> None:
+        """See Proxy."""
+        self._is_over.set()
+        super().close()
+
+
 @pytest.mark.faults
-def test_a_redrive_that_is_killed_at_any_point_neither_loses_nor_doubles_a_dead_letter(client: Client) -> None:
+def test_a_redrive_that_is_killed_at_any_point_neither_loses_nor_doubles_a_dead_letter(
+    millstream_server: EmbeddedServer, client: Client
+) -> None:
     """SIGKILL in mid-redrive, again and again, each time after another number of moved dead letters."""
-    total = KILLS * 400
+    total = KILLS * MOST_MOVED
     pairs = ([b"n", b"%d" % number] for number in range(1, total + 1))
-    for chunk in zip(*[enumerate(pairs, 1)] * 400, strict=True):
+    for chunk in zip(*[enumerate(pairs, 1)] * MOST_MOVED, strict=True):
         write_dead_letter(client, *(letter(f"{number}-0", pairs=fields) for number, fields in chunk))
     chance = random.Random(11)
-    kills = 0
     for _ in range(KILLS):
         before = client.execute("XLEN", "flights")
-        process = start("dlq", "redrive", "--all", "--yes", url=client.url)
-        try:
-            target = before + chance.randrange(1, 300)
-            while client.execute("XLEN", "flights") < target and process.poll() is None:
-                time.sleep(0.0005)
-            kills += process.poll() is None
-        finally:
-            process.kill()
-            process.communicate()
-        # In one step: what was sent before the kill may still be on its way.
-        assert client.execute("EVAL", BOTH, 2, "flights", KEYS.dead_letters) == total
-    assert kills, "each was over before it was killed"
-    assert call("dlq", "redrive", "--all", "--yes", url=client.url).code == 0, "even if none is left"
+        with Standstill(millstream_server.port, at=MOST_MOVED) as proxy:
+            process = start("dlq", "redrive", "--all", "--yes", url=proxy.url)
+            try:
+                target = before + chance.randrange(1, 250)
+                while client.execute("XLEN", "flights") < target and process.poll() is None:
+                    time.sleep(0.0005)
+                assert process.poll() is None, "it was over before it was killed"
+            finally:
+                process.kill()
+                process.communicate()
+            # In one step: what was sent before the kill may still be on its way.
+            assert client.execute("EVAL", BOTH, 2, "flights", KEYS.dead_letters) == total
+    assert call("dlq", "redrive", "--all", "--yes", url=client.url).code == 0
     assert redriven(client) == list(range(1, total + 1))
     assert client.execute("XLEN", KEYS.dead_letters) == 0
 

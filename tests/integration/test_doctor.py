@@ -40,7 +40,7 @@ from tests.support.keyed_fixtures import joined_by_field
 from tests.support.waiting import eventually
 from tests.support.workers import KEYS, double, fill, make, outputs, pending, working
 
-pytestmark = [pytest.mark.cli]
+pytestmark = [pytest.mark.cli, pytest.mark.usefixtures("unhurried")]
 
 APP = """
 from millstream import App
@@ -430,6 +430,7 @@ def test_a_blocked_key_is_found_and_listed_as_such(client: Client) -> None:
     retry = Retry(attempts=2, delay_ms=1, factor=60_000, max_delay_ms=60_000, then="block")
     client.pipeline([("XADD", "in", "*", "k", key) for key in "AABA"])
     with working(client, make(refuse, key="k", retry=retry)):
+        eventually(lambda: client.execute("HGET", KEYS.meta, "committed") == b"1", "the message of the other key")
         eventually(lambda: client.execute("ZRANGE", KEYS.backoff, 0, -1, "WITHSCORES"), "the back-off")
         eventually(lambda: found(diagnose(client), "blocked"), "the finding")
         one = only(client, "blocked")

@@ -99,9 +99,9 @@ def test_a_program_processes_within_the_block_and_its_event_loop_goes_on(client:
     thresholds, frozen = gc.get_threshold(), gc.get_freeze_count()
     asyncio.run(main())
     assert outputs(client) == list(range(10))
-    assert (gc.get_threshold(), gc.get_freeze_count()) == (thresholds, frozen), (
-        "the garbage is the program's own affair"
-    )
+    assert gc.get_threshold() == thresholds, "the garbage is the program's own affair"
+    still_frozen = gc.get_freeze_count()  # what was frozen may have been freed meanwhile
+    assert (still_frozen <= frozen, still_frozen > 0) == (True, frozen > 0)
 
 
 def test_a_worker_that_cannot_continue_cancels_the_block_and_stops_its_other_handlers(client: Client) -> None:

@@ -301,7 +301,7 @@ def test_a_reader_neither_spins_nor_floods_the_log_while_redis_is_away_and_then_
         with Running(client, policy=QUICK, clock=clock) as running:
             running.wait_for(1)
             server.kill()
-            before, since_ms = running.reads, clock.now_ms  # it may have waited for long by now
+            since_ms, before = clock.now_ms, running.reads  # in this order: it reads and waits meanwhile
             eventually(lambda: clock.now_ms > since_ms + 60_000, "a minute of waiting")
             reads, waited_ms = running.reads - before, clock.now_ms - since_ms
             lines = len(caplog.records)

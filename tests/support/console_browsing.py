@@ -19,10 +19,9 @@ def record_reports(browser: Browser) -> None:
 
 def visit(browser: Browser, url: str, shows: str = "nav") -> None:
     """Go to a page, and wait until it is loaded and shows an element."""
-    browser.run(f"window.location.href = {url!r}; 0")
-    there = (
-        f"document.readyState === 'complete' && window.location.href === {url!r} && document.querySelector({shows!r})"
-    )
+    browser.run(f"window.isLeft = true; window.location.href = {url!r}; 0")  # it may have this address, too
+    there = f"!window.isLeft && document.readyState === 'complete' && window.location.href === {url!r}"
+    there += f" && document.querySelector({shows!r})"
     eventually(lambda: browser.run(f"Boolean({there})"), f"the page {url}", log=lambda: shown(browser))
 
 

@@ -20,6 +20,7 @@ from millstream.services.web.listen import listen, url_of
 from tests.support.waiting import FAIL_SAFE_S
 
 _CONNECTIONS = 100
+_HOUR_MS = 3_600_000.0
 
 
 class ConsoleThread:
@@ -31,7 +32,7 @@ class ConsoleThread:
         parts = ConsoleParts(
             clients=self._clients,
             guard=make_guard(self._clients, tokens, token_file),
-            names=StreamNames(redis_url, keep_ms=renew_ms),
+            names=StreamNames(redis_url, keep_ms=renew_ms, wait_ms=_HOUR_MS),
             redrives=RedriveThreads(redis_url),
             live=LiveReads(keep_ms=renew_ms),
         )

@@ -96,11 +96,18 @@ class Events:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
         self.socket.settimeout(FAIL_SAFE_S)
         self.socket.connect((parts.hostname or "", parts.port or 0))
+        self._file = self.socket.makefile("rb")
         lines = [f"GET {path} HTTP/1.1", f"Host: {parts.netloc}"]
         lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
-        self.socket.sendall("\r\n".join([*lines, "", ""]).encode("latin-1"))
-        self._file = self.socket.makefile("rb")
-        self.status = int(self._file.readline().split()[1])
+        try:
+            self.socket.sendall("\r\n".join([*lines, "", ""]).encode("latin-1"))
+            first = self._file.readline()
+            if not first:
+                raise ConnectionError("the connection ended before a response")
+        except BaseException:
+            self.close()
+            raise
+        self.status = int(first.split()[1])
         self.headers = dict(self._header_lines())
         self.seen = Seen()
         self._lines = b""

@@ -1,0 +1,23 @@
+"""The time that reads of Redis may take before they end with a part: a machine that stands still uses it up."""
+
+from functools import partial
+
+import pytest
+
+from millstream.admin import data_checks, figure_history
+from millstream.admin.inspection import find_stream_names, inspect
+from millstream.admin.search import search
+from millstream.services.console import app
+from millstream.services.console.stream_names import StreamNames
+from millstream.services.console.views import finding, streams
+
+_HOUR_MS = 3_600_000.0
+
+
+def lengthen_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the console and the checks of this process look for an hour: they find all, however slow the machine is."""
+    for module in (data_checks, figure_history):
+        monkeypatch.setattr(module, inspect.__name__, partial(inspect, budget_ms=_HOUR_MS))
+    monkeypatch.setattr(app, StreamNames.__name__, partial(StreamNames, wait_ms=_HOUR_MS))
+    monkeypatch.setattr(streams, find_stream_names.__name__, partial(find_stream_names, budget_ms=_HOUR_MS))
+    monkeypatch.setattr(finding, search.__name__, partial(search, budget_ms=_HOUR_MS))
