@@ -18,6 +18,7 @@ from millstream.errors import StaleOwner, Unfinished
 from millstream.model import EntryId
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import REDRIVE_FIELD, HandlerKeys
+from millstream.spark.engine import watchdog
 from tests.support.memory import relieved_once_refused
 from tests.support.task_fixtures import Item, Row, TaskFixture, only
 from tests.support.waiting import eventually_async
@@ -272,7 +273,11 @@ def test_a_handler_that_cancels_other_tasks_fails_the_spark_task_so_that_no_mess
 
 
 @pytest.mark.parametrize("kind", ["plain", "async"])
-def test_an_attempt_beyond_its_time_limit_has_failed_and_its_key_goes_on(bench: TaskFixture, kind: str) -> None:
+def test_an_attempt_beyond_its_time_limit_has_failed_and_its_key_goes_on(
+    bench: TaskFixture, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The watchdog timer would kill this process, were it held up for some seconds.
+    monkeypatch.setattr(watchdog, "_MIN_GRACE_MS", watchdog._MAX_GRACE_MS)
     app = App("app")
 
     @app.handler("in", key="k", name="handle", into="out", retry=Retry(attempts=2, delay_ms=1), time_limit_ms=1_000)
