@@ -1,28 +1,19 @@
 """Keyed streams: one queue per key, one worker per queue, and only the newest lease commits, in order and once."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
-from itertools import chain
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
-from millstream import App
 from millstream.admin.key_queues import park, unpark
 from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.effects import Effects
 from millstream.delivery.keyed_stream import READ_BYTES, ROUTE, KeyedStream, KeyLease, LeaseRelease
 from millstream.errors import CommandFailed, Unavailable
-from millstream.groups import Group
 from millstream.handlers.encoding import pack_output
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
-from millstream.redis_client.key_names import REDRIVE_FIELD, HandlerKeys
-from millstream.testing.invariants import check_invariants
-from millstream.worker.handler_steps import HandlerSteps
 from tests.support.keyed_fixtures import (
     HOUR_MS,
     KEYS,
@@ -44,7 +35,6 @@ from tests.support.keyed_fixtures import (
     violations,
 )
 from tests.support.waiting import FAIL_SAFE_S
-from tests.support.workers import make
 
 pytestmark = [pytest.mark.keys]
 
@@ -201,69 +191,6 @@ def test_an_entry_for_another_handler_is_not_enqueued(client: Client) -> None:
     worker._queue_of = lambda entry_id, pairs: b"" if entry_id == b"2-0" else b"kA"
     worker.enqueue_new(count=10, max_pending=MANY)
     assert (queued_ids(client, "kA"), worker.enqueued_id, violations(worker)) == ([[1, 3]], b"3-0", [])
-
-
-# Names and values that could be mistaken for each other; None: the entry has no such field.
-FIELDS = st.lists(
-    st.tuples(st.sampled_from([b"k", b"n", b"", b"kA"]), st.sampled_from([b"A", b"B", b"k", b""])), min_size=1
-)
-FIRST = st.sampled_from([(), (REDRIVE_FIELD, b"app.handle"), (REDRIVE_FIELD, b"app.other"), (b"millstream.x", b"A")])
-
-
-@settings(max_examples=30)
-@example(entries=[((), [(b"k", b"A"), (b"n", b"k"), (b"k", b"B")]), ((), [(b"n", b"k")])], count=5)
-@given(entries=st.lists(st.tuples(FIRST, FIELDS), min_size=1, max_size=60), count=st.integers(1, 70))
-def test_the_server_finds_the_keys_and_the_order_of_entries_that_python_finds(
-    client: Client, entries: list[tuple[tuple[bytes, ...], list[tuple[bytes, bytes]]]], count: int
-) -> None:
-    client.execute("FLUSHALL")
-    client.pipeline([("XADD", "in", "*", *first, *chain.from_iterable(pairs)) for first, pairs in entries])
-    found = []
-    for name in ("by_python", "by_server"):
-        app = App("app")
-        app.handler("in", key="k", name=name)(lambda message: None)
-        handler = app.handlers[name]
-        steps = HandlerSteps(handler)
-        worker = KeyedStream(
-            client, "in", queue_of=partial(steps.queue_of, "in"), app="app", handler=name, consumer="w"
-        )
-        worker.key_field = handler.key_name if name == "by_server" else None
-        worker.join()
-        while worker.enqueue_new(count=count, max_pending=MANY):
-            pass
-        keys = HandlerKeys("app", name, "in")
-        assert check_invariants(client, keys, "in") == []
-        names = sorted(client.execute("LRANGE", keys.ready, 0, -1))
-        queues = {one: client.execute("LRANGE", keys.queue(one), 0, -1) for one in names}
-        info = Group(client, "in", keys.group).info()
-        assert info is not None
-        position = client.execute("HGET", keys.meta, "committed_id"), info.last_delivered, info.entries_read
-        found.append((queues, position, info.pending))
-    assert found[0] == found[1]
-
-
-def test_where_the_server_finds_the_keys_the_look_ahead_and_the_bytes_of_a_step_are_kept(client: Client) -> None:
-    publish(client, "AB" * 1_500)
-    worker = keyed(client)
-    assert [worker.enqueue_new(count=8_000, max_pending=2_600) for _ in range(3)] == [1_000, 1_600, 0]
-    assert (worker.enqueued_id, worker.pending_count) == (b"2600-0", 2_600)
-    client.execute("FLUSHALL")
-    client.pipeline([("XADD", "in", f"{n}-0", "k", "A", "payload", b"x" * 300_000) for n in range(1, 51)])
-    worker = keyed(client)
-    steps = [worker.enqueue_new(count=8_000, max_pending=MANY) for _ in range(5)]
-    assert steps == [READ_BYTES // 300_009] * 3 + [50 - 3 * (READ_BYTES // 300_009), 0]
-    assert violations(worker) == []
-
-
-def test_a_handler_that_finds_keys_in_its_own_way_is_not_routed_by_the_server() -> None:
-    class OwnSteps(HandlerSteps):
-        def queue_of(self, stream: str, entry_id: bytes, pairs: Sequence[bytes]) -> bytes:
-            return super().queue_of(stream, entry_id, pairs)
-
-    by_field, by_function = make(lambda message: None, key="k"), make(lambda message: None, key=lambda message: "a")
-    assert HandlerSteps(by_field).finds_keys_by_field
-    assert not HandlerSteps(by_function).finds_keys_by_field
-    assert not OwnSteps(by_field).finds_keys_by_field
 
 
 # --- Leasing ---

@@ -179,11 +179,15 @@ class KeyedStream(ReliableStream):
         The queues hold no more than `max_pending` entries: beyond that, the rest stay in the stream.
         """
         by_field, is_done = 0, False
+        self.newly_ready = 0
         if self.key_field is not None:
             by_field, is_done = self._with_rejoin(lambda: self._enqueue_by_field(count, max_pending))
         if is_done:
             return by_field
-        return by_field + self._with_rejoin(lambda: self._enqueue_new(count - by_field, max_pending))
+        ready, self.newly_ready = self.newly_ready, 0
+        new_count = by_field + self._with_rejoin(lambda: self._enqueue_new(count - by_field, max_pending))
+        self.newly_ready += ready
+        return new_count
 
     def _enqueue_by_field(self, count: int, max_pending: int) -> tuple[int, bool]:
         """Enqueue up to `count` new entries whose keys the server finds; return how many were new, and whether that is all.
@@ -193,13 +197,19 @@ class KeyedStream(ReliableStream):
         full = (self.list_size,) if self.list_wait_ms else ()
         # Where many are unread, several calls in one round trip, between which Redis serves others.
         counts = [_ENQUEUED_AT_ONCE] * (count // _ENQUEUED_AT_ONCE if self._has_backlog else 0)
+        one_call = (min(count, 1 if self._reads_one else _ENQUEUED_AT_ONCE),)
         args = (self.token, self.group, max_pending, self.key_field or b"")
-        calls = [(*args, some, READ_BYTES, *full) for some in counts or (min(count, _ENQUEUED_AT_ONCE),)]
-        replies = self._store.run_scripts(ROUTE_BY_FIELD, [(self.stream, call) for call in calls])
+        calls = [(self.stream, (*args, some, READ_BYTES, *full)) for some in counts or one_call]
+        try:
+            replies = self._store.run_scripts(ROUTE_BY_FIELD, calls)
+        except Unavailable:  # perhaps since the entries were too large for its memory
+            self.on_failed_read()
+            raise
+        self._reads_one = False
         new_count = sum([self._apply_enqueue(reply[:4]) for reply in replies])
         self.newly_ready = sum(int(reply[1]) for reply in replies)
         self._has_backlog = int(replies[-1][0]) == _ENQUEUED_AT_ONCE
-        self.entry_sizes.record(new_count, sum(int(reply[4]) for reply in replies))
+        self.entry_sizes.record(new_count, sum(int(reply[4]) for reply in replies) + _OVERHEAD_BYTES * new_count)
         self.on_enqueued_by_field(new_count)
         return new_count, not replies[-1][5]
 
@@ -251,7 +261,7 @@ class KeyedStream(ReliableStream):
 
     def on_failed_read(self) -> None:
         """Read one entry next: the last read may have been larger than the server sends."""
-        self._reads_one = True
+        self._reads_one, self._has_backlog = True, False
 
     def _before_enqueue(self, queues: Sequence[Arg]) -> None:
         """Prepare these key queues before entries are appended to them (a hook for partitions)."""

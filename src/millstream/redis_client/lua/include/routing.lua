@@ -1,7 +1,8 @@
 -- The steps that append new entries of a stream to the queues of their keys. Needs ids, key_queues and group_state.
 
 -- How far the stream is enqueued (`last`), how many entries are pending, and what is noted to be appended. Or nil, and an
--- error: a newer run has taken over, or the group is gone.
+-- error: a newer run has taken over, or the group or its
+-- progress is gone.
 local function read_progress(token, group_name)
   local found = redis.call('HMGET', KEYS[1], 'epoch', 'max_offset', 'committed_id', 'takeover_offset')
   local refusal = stale(token, found[1])
@@ -9,6 +10,9 @@ local function read_progress(token, group_name)
   local group = find_group(group_name)
   if not group then
     return nil, redis.error_reply('NOGROUP the group ' .. group_name .. ' of ' .. KEYS[7] .. ' is gone')
+  end
+  if not found[3] then
+    return nil, redis.error_reply('NOGROUP the progress of the group ' .. group_name .. ' of ' .. KEYS[7] .. ' is gone')
   end
   return {
     max_offset = found[2], last = found[3], takeover_offset = found[4],

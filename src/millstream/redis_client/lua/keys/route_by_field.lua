@@ -1,10 +1,10 @@
 #!lua
 -- Append new entries of a stream to the queues of their keys, in stream order, and make them pending: where the key is the
--- value of a field, so that no entry has to leave the server for it.
+-- value of a field, so that no entry has to be sent to a worker for it.
 --
 -- KEYS  as in commit.lua
 -- ARGV  1 token: the workers' epoch   2 consumer group   3 most entries that may be pending   4 the field
---       5 most entries   6 most bytes of them; where queues wait for more entries: 7 how many a queue waits for at most
+--       5 most entries   6 most bytes of them, but one entry in any case; where queues wait for more entries: 7 how many a queue waits for at most
 -- REPLY number of entries that were processed, number of queues that became ready, number pending, id up to which all
 --       entries are enqueued now, bytes of these entries, 1 if the caller has to route the next one with route.lua: it
 --       has no key, or a field of millstream comes first
@@ -33,13 +33,12 @@ local function queue_in(items)
 end
 
 local room, max_bytes = room_of(progress, tonumber(most)), tonumber(ARGV[6])
-local left, bytes, is_for_caller, is_full = tonumber(ARGV[5]), 0, 0, false
+local left, bytes, is_for_caller = tonumber(ARGV[5]), 0, 0
 
 local function note_all(entries)
   for _, entry in ipairs(entries) do
     local size = size_of(entry)
-    is_full = #progress.ids >= room or (progress.processed > 0 and bytes + size > max_bytes)
-    if is_full then return false end
+    if #progress.ids >= room or (progress.processed > 0 and bytes + size > max_bytes) then return false end
     local name = queue_in(entry[2])
     if not name then
       is_for_caller = 1
@@ -52,9 +51,11 @@ local function note_all(entries)
   return true
 end
 
--- A few at a time: Redis does not report the size of an entry beforehand.
-while left > 0 and progress.last ~= LAST do
-  local count = math.min(left, progress.processed == 0 and 1 or AT_ONCE)
+-- A few at a time, since Redis does not report the size of an entry beforehand: as many as have room if they are as large as
+-- those before. What is read and has no room would be read again.
+while left > 0 and #progress.ids < room and bytes < max_bytes and progress.last ~= LAST do
+  local fitting = progress.processed == 0 and 1 or (max_bytes - bytes) * progress.processed / math.max(1, bytes)
+  local count = math.min(left, AT_ONCE, math.max(1, math.floor(fitting)))
   local entries = redis.call('XRANGE', KEYS[7], '(' .. progress.last, '+', 'COUNT', count)
   if #entries == 0 or not note_all(entries) then break end
 end
