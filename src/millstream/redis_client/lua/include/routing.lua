@@ -1,8 +1,7 @@
 -- The steps that append new entries of a stream to the queues of their keys. Needs ids, key_queues and group_state.
 
 -- How far the stream is enqueued (`last`), how many entries are pending, and what is noted to be appended. Or nil, and an
--- error: a newer run has taken over, or the group or its
--- progress is gone.
+-- error: a newer run has taken over, or the group or its progress is gone.
 local function read_progress(token, group_name)
   local found = redis.call('HMGET', KEYS[1], 'epoch', 'max_offset', 'committed_id', 'takeover_offset')
   local refusal = stale(token, found[1])

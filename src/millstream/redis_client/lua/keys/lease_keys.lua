@@ -20,7 +20,7 @@
 --   its number grows, even if a failover has lost the last ones, and commit.lua checks it. Queues are leased round
 --   robin. An entry whose lease expired before may have killed its worker, so it is leased alone, and counted; and
 --   not at once, as it might kill one worker after another while the others start. A queue that waits for more entries
---   backs off until its first one has waited; route.lua ends that once there are enough.
+--   backs off until its first one has waited; include/routing.lua ends that once there are enough.
 
 -- include ids
 -- include key_queues

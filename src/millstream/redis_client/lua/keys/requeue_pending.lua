@@ -6,7 +6,7 @@
 -- REPLY ids of those that were enqueued
 -- ERROR STALE when a newer run has taken over; NOGROUP when the group does not exist
 --
--- INVARIANTS  Entries beyond the committed id are left to route.lua, or they would be in their queue twice. An entry
+-- INVARIANTS  Entries beyond the committed id are left to the router, or they would be in their queue twice. An entry
 --   comes before any newer one of its queue, but behind those that a worker has claimed with a lease.
 
 -- include ids

@@ -4,7 +4,8 @@
 --
 -- KEYS  as in commit.lua
 -- ARGV  1 token: the workers' epoch   2 consumer group   3 most entries that may be pending   4 the field
---       5 most entries   6 most bytes of them, but one entry in any case; where queues wait for more entries: 7 how many a queue waits for at most
+--       5 most entries   6 most bytes of them, but one entry in any case
+--       7 how many entries a queue waits for at most; absent where none waits for more
 -- REPLY number of entries that were processed, number of queues that became ready, number pending, id up to which all
 --       entries are enqueued now, bytes of these entries, 1 if the caller has to route the next one with route.lua: it
 --       has no key, or a field of millstream comes first
