@@ -499,6 +499,18 @@ def test_doctor_checks_a_sample_of_many_streams_and_reports_it(client: Client) -
     assert "looked at a sample of 50 streams" in outcome.err
 
 
+def test_an_operator_checks_a_sample_of_many_streams_with_the_rights_of_its_role(admin: Client) -> None:
+    admin.pipeline([("XADD", f"s:{n}", "1-0", "n", n) for n in range(20)])
+    admin.execute("XGROUP", "CREATE", "s:1", KEYS.group, "0")
+    admin.execute("XADD", HandlerKeys(KEYS.app, KEYS.handler, "s:1").dead_letters, "*", "a", "b")
+    admin.execute(*acl_rule("clerk", [RoleName.OPERATOR]).line.split(), ">secret")
+    with Client(admin.url.replace("://", "://clerk:secret@")) as client:
+        diagnosis = diagnose(client, max_streams=2)
+    assert diagnosis.is_sample
+    assert found(diagnosis, "access") == found(diagnosis, "data") == []
+    assert [one.severity for one in found(diagnosis, "dead-letters")] == ["warning"]
+
+
 ERROR = LastError(error="RuntimeError: no", traceback="", attempts=2, blocks=True)
 
 

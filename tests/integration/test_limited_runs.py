@@ -13,6 +13,7 @@ from millstream import Limit, Message, Retry
 from millstream.delivery.keyed_stream import KeyedStream
 from millstream.redis_client.client import Client
 from millstream.spark.engine.rate_limit import RateLimit
+from millstream.testing.proxy import Proxy
 from millstream.worker.fetching.rate_limit import RateLimiter
 from millstream.worker.in_flight import InFlight
 from millstream.worker.policy import TIME_LIMIT_GRACE_MS
@@ -92,6 +93,39 @@ def test_a_call_about_a_permit_that_takes_longer_than_the_time_limit_of_the_hand
     assert asked.is_set()
     assert attempts == [1]
     assert dead(client) == []
+
+
+@KINDS
+def test_a_message_that_asks_for_a_permit_until_its_lease_expires_does_not_begin(
+    client: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    returned, clock = threading.Event(), LeapClock()
+    attempts: list[int] = []
+    real_call = KeyedStream.take_permit
+
+    def slow_call(*args: Any) -> float:
+        proxy.freeze()  # so that no lease is renewed
+        clock.leap(0.95 * QUICK.claim_ms)
+        eventually(lambda: "leases on 1 messages of in expire" in caplog.text, "the end of the lease")
+        proxy.resume()
+        granted = real_call(*args)
+        assert granted == 0
+        returned.set()
+        return granted
+
+    def handle(message: Message) -> dict[str, str | None]:
+        attempts.append(message.attempt)
+        return copy_of(message)
+
+    monkeypatch.setattr(KeyedStream, "take_permit", slow_call)
+    handler = make(either(handle, kind), key="key", limit=Limit(per="tenant", at_once=1), time_limit_ms=600_000)
+    publish(client, 1, "a")
+    port = int(client.url.rpartition(":")[2].partition("/")[0])
+    with Proxy(port) as proxy, Client(proxy.url) as through, working(through, handler, "w1", clock=clock):
+        eventually(returned.is_set, "the permit")
+        eventually(lambda: client.execute("HLEN", KEYS.permits(b"a")) == 0, "its return")
+    assert attempts == []
+    assert pending(client) == 1
 
 
 def test_a_message_that_its_limit_refuses_takes_of_the_rate_of_its_handler_once(

@@ -13,7 +13,7 @@ import pytest
 
 from millstream import Message, State
 from millstream.admin.acl import RoleName, acl_rule
-from millstream.admin.inspection import count_states, list_states, read_state, state_expiry
+from millstream.admin.inspection import count_states, list_states, read_state, reset_states, state_expiry
 from millstream.admin.search import search
 from millstream.admin.state_scan import scan_states
 from millstream.delivery.commit_store import KEY_PREFIX, CommitStore
@@ -240,6 +240,14 @@ def test_an_expired_state_that_is_stored_with_its_time_counts_as_no_state_also_a
     publish(expiring, "gone")
     with working(expiring, counting(state_ttl_ms=None)):
         eventually(lambda: sorted(outputs(expiring)) == [1, 2], "both messages")
+
+
+def test_a_reset_counts_no_state_that_has_expired(expiring: Client) -> None:
+    now_ms = server_time_ms(expiring)
+    for key, expires_ms in (("gone", now_ms - 1), ("a", now_ms + HOUR_MS)):
+        expiring.execute("HSET", KEYS.state, key, stored(b"\x80", expires_ms))
+    assert reset_states(expiring, KEYS, [b"gone", b"a"]) == 1
+    assert expiring.execute("EXISTS", KEYS.state) == 0
 
 
 def test_where_hash_fields_cannot_expire_each_state_that_is_set_removes_others_that_have_expired(older: Client) -> None:

@@ -362,6 +362,7 @@ ROLES: Mapping[RoleName, Role] = {
         direct="exists get hdel hget hgetall hlen hmget hscan hset info lindex llen lrange ping set time xadd xdel "
         "xgroup|setid xinfo|consumers xinfo|groups xinfo|stream xlen xpending xrange xrevrange zadd zcard zmscore zrange "
         "zremrangebyrank zremrangebyscore",
+        optional="client|tracking",
         never_executed="hkeys unlink",
         scans="always",
         outputs="reads",

@@ -239,8 +239,9 @@ def reset_states(client: Client, keys: HandlerKeys, wanted: Sequence[bytes]) -> 
 
     A run that is processing one of the keys may write its state back.
     """
-    removed: int = client.execute("HDEL", to_wire(keys.state), *wanted)
-    return removed
+    count = count_states(client, keys, wanted)  # HDEL counts those that have expired, too
+    client.execute("HDEL", to_wire(keys.state), *wanted)
+    return count
 
 
 # --- Streams ---

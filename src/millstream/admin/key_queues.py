@@ -1,5 +1,6 @@
 """The key queues of a handler, for operators: the owner of each, why it waits, and how to park, unpark or skip."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -22,6 +23,8 @@ from millstream.redis_client.scripts import Script
 PARK_UNPARK_SKIP = Script("keys/park_unpark_skip")
 QUEUED_KEYS = Script("keys/queued_keys")
 
+_FIELDS_OF_A_FAILURE = 3
+"""How many fields the failed attempts on an entry have: their number, the first time, the last error."""
 _META_FIELDS = ("owner", "paused", "rate_at", "rate")
 _COUNTS = tuple(one.encode() for one in (FAILED_SUFFIX, EXPIRED_SUFFIX, SINCE_SUFFIX))
 
@@ -89,18 +92,23 @@ def list_queues(client: Client, keys: HandlerKeys, *, most: int = 10_000) -> lis
 
 
 def count_suspected_keys(client: Client, places: Sequence[HandlerKeys]) -> dict[HandlerKeys, int | None]:
-    """How many keys of each of these handlers on their streams may be stuck, or more; None if they cannot be counted.
+    """About how many keys of each of these handlers on their streams may be stuck; None if they cannot be counted.
 
-    These are parked, back off, or have failed attempts on an entry. Raises Unavailable.
+    These are parked, back off, or have failed attempts on an entry: for 0 there is none. Raises Unavailable.
     """
     commands = [
         one for keys in places for one in (("HLEN", keys.parked), ("ZCARD", keys.backoff), ("HLEN", keys.crashes))
     ]
     replies = iter(send_all(client, commands))
     return {
-        keys: None if any(isinstance(one, RedisError) for one in found) else sum(found)
+        keys: None if any(isinstance(one, RedisError) for one in found) else _suspected(*found)
         for keys, *found in zip(places, replies, replies, replies, strict=True)
     }
+
+
+def _suspected(parked: int, backing_off: int, failures: int) -> int:
+    """The keys that back off have failures, too, with several fields for each entry."""
+    return parked + max(backing_off, math.ceil(failures / _FIELDS_OF_A_FAILURE))
 
 
 def having_stuck_keys(client: Client, places: Sequence[HandlerKeys]) -> list[HandlerKeys]:

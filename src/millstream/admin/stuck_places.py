@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from millstream.clock import SYSTEM_CLOCK, Clock
-from millstream.errors import ConfigError
+from millstream.errors import AccessDenied, ConfigError
 from millstream.redis_client.client import SCAN_START, Client
 from millstream.redis_client.key_names import PREFIX, HandlerKeys, from_wire
 from millstream.redis_client.replies import fields_of_info
@@ -36,7 +36,8 @@ class StuckScan:
 
     Each scan takes at most `budget_ms` milliseconds, and continues where the one before has stopped; after a restart or
     a failover of a server it begins anew, as its cursor is of the earlier process. What was found is kept until all
-    names are scanned again, at most `most` places: others are added when some of these are stuck no more.
+    names are scanned again, at most `most` places: others are added when some of these are stuck no more. Without the
+    right to `INFO` each scan begins anew.
     """
 
     def __init__(
@@ -71,9 +72,13 @@ class StuckScan:
             )
 
     def _check_servers(self, client: Client) -> None:
-        """Begin a round anew if its position is of other processes of servers, or of servers in another order."""
-        servers = [fields_of_info(one).get("run_id", "") for _, one in client.execute_on_primaries("INFO", "server")]
-        if servers != self._servers:
+        """Begin a round anew if its position is, or may be, of other processes of servers, or in another order."""
+        try:
+            replies = client.execute_on_primaries("INFO", "server")
+        except AccessDenied:  # one scan needs no such right
+            replies = []
+        servers = [fields_of_info(one).get("run_id", "") for _, one in replies]
+        if servers != self._servers or not servers:
             self._servers = servers
             self._position = SCAN_START
             self._round += 1

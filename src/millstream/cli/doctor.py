@@ -65,7 +65,7 @@ def _print(found: Diagnosis) -> None:
         _print_findings(one for one in findings if one.severity == severity)
     if found.is_sample:
         print_message(f"looked at a sample of {pluralize(found.streams, 'stream')}; --limit N looks at more")
-    counts = Counter(one.severity for one in found.findings)
+    counts = Counter(one.severity for one in findings)
     print_message(
         f"{pluralize(counts['problem'], 'problem')}, {pluralize(counts['warning'], 'warning')}, {counts['ok']} ok"
     )

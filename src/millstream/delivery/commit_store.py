@@ -368,8 +368,7 @@ class CommitStore:
     def _write_meta(self, streams: Sequence[str], command: Command) -> None:
         """Execute `command`, given without its key, on the metadata of each stream."""
         name, *items = command
-        for stream in streams:
-            self._client.execute(name, self.keys(stream).meta, *items)
+        call_all(self._client, [(name, self.keys(stream).meta, *items) for stream in streams])
 
     def rate_override(self, stream: str) -> RateOverride | None:
         """Return the handler's rate on `stream` that an operator has set; None if the rate in code holds."""

@@ -50,7 +50,7 @@ class LeaseWatchdog:
             self._check_ended(cancelled)
 
     def _check_ended(self, cancelled: Sequence[Delivery]) -> None:
-        if any(not one.finished for one in cancelled):
+        if any(_goes_on(one) for one in cancelled):
             raise HandlerStuck(
                 f"{self._context.handler.label} still runs on message {cancelled[0].id.decode()} of "
                 f"{cancelled[0].stream.stream} though its lease is about to expire; another worker may run it then"
@@ -63,7 +63,7 @@ class LeaseWatchdog:
             lease.expired = True
             dropped += self._in_flight.remove_lease(lease)
         self._context.loop_metrics.count_refused(len(dropped))
-        running = [one for one in dropped if one.running and not one.finished]
+        running = [one for one in dropped if one.running and _goes_on(one)]
         for delivery in running:
             self._context.cancel_run(delivery)
         for stream, count in Counter(one.stream.stream for one in dropped).items():
@@ -75,3 +75,8 @@ class LeaseWatchdog:
                 stream,
             )
         return running
+
+
+def _goes_on(delivery: Delivery) -> bool:
+    """Whether a run has not ended. One that still asks for its permit has not begun, and does not begin (RunPermits)."""
+    return not delivery.finished and not delivery.asks
