@@ -44,7 +44,13 @@ CHANGES = st.one_of(
     st.tuples(st.just("XADD"), STREAM, st.just("*"), VALUE, VALUE),
     st.tuples(st.just("XTRIM"), STREAM, st.just("MAXLEN"), st.sampled_from((0, 1, 2))),
     st.tuples(
-        *map(st.just, ("XREADGROUP", "GROUP")), GROUP, CONSUMER, st.just("COUNT"), st.just(2), st.just("STREAMS"), STREAM
+        *map(st.just, ("XREADGROUP", "GROUP")),
+        GROUP,
+        CONSUMER,
+        st.just("COUNT"),
+        st.just(2),
+        st.just("STREAMS"),
+        STREAM,
     ).map(lambda one: (*one, ">")),
     st.tuples(st.just("ack"), STREAM, GROUP),
     st.tuples(st.just("claim"), STREAM, GROUP, CONSUMER),
@@ -72,7 +78,9 @@ def change(client: Client, wanted: Command) -> None:
         (pending,) = client.pipeline([("XPENDING", stream, rest[0], "-", "+", 1)])
         if isinstance(pending, list) and pending:
             first = pending[0][0]
-            client.pipeline([("XACK", stream, rest[0], first) if kind == "ack" else ("XCLAIM", stream, *rest, 0, first)])
+            client.pipeline(
+                [("XACK", stream, rest[0], first) if kind == "ack" else ("XCLAIM", stream, *rest, 0, first)]
+            )
     elif kind == "delete":
         for one in client.execute("XRANGE", stream, "-", "+", "COUNT", 2)[1:]:
             client.execute("XDEL", stream, one[0])
@@ -166,10 +174,26 @@ def test_a_collection_costs_what_has_changed_since_the_one_before(client: Client
     client.execute("HSET", "hash:s8", "x", "2")
     assert sent_by(client, tracked, reads) - Counter(xadd=1, hset=1) == {
         "client|tracking": 1,
-        **{"xinfo|stream": 1, "xinfo|groups": 1, "xpending": 1, "xinfo|consumers": 1, "hmget": 1},
+        "xinfo|stream": 1,
+        "xinfo|groups": 1,
+        "xpending": 1,
+        "xinfo|consumers": 1,
+        "hmget": 1,
     }
     again = sent_by(client, tracked, reads)
     assert again == {"client|tracking": 1, "xinfo|groups": 1, "xpending": 1, "xinfo|consumers": 1}, "an entry waits"
+
+
+def test_what_a_group_reads_and_acknowledges_shows_in_the_next_collection(
+    client: Client, tracked: TrackedClient
+) -> None:
+    fill(client, ["s"])
+    reads = reads_of(["s"])
+    entry = client.execute("XADD", "s", "*", "a", "b")
+    for command in (("PING",), ("XREADGROUP", "GROUP", "g", "c", "STREAMS", "s", ">"), ("XACK", "s", "g", entry)):
+        client.execute(*command)
+        sent_by(client, tracked, reads)
+        assert shown(tracked, reads) == shown(client, reads), command
 
 
 def test_groups_for_which_nothing_waits_are_read_again_after_a_time_and_at_once_where_asked(
@@ -258,6 +282,7 @@ def test_replies_are_right_after_an_outage_and_after_flushall() -> None:
         with pytest.raises(Unavailable):
             tracked.pipeline(reads)
         server.start()
+        client.retry_while_unavailable(lambda: client.execute("PING"), what="test")
         tracked.begin_collection()
         assert shown(tracked, reads) == shown(client, reads)
 

@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import millstream.redis_client.redis_py  # noqa: F401 - before redis itself
 
@@ -110,7 +110,7 @@ class Client:
                 pool.release(connection)
             self._connections.clear()
 
-    def __enter__(self) -> "Client":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -62,7 +62,7 @@ class TrackedClient(Client):
         self._untracked.close()
 
     def begin_collection(self, *, anew: bool = False) -> None:
-        """Replies are as of now from here on; `anew`: those about groups, too. Sends nothing by itself."""
+        """Replies are as of now from here on; `anew`: those that tell of groups, too. Sends nothing by itself."""
         self._is_current = False
         self._kept.begin_collection(anew=anew)
 
@@ -74,7 +74,7 @@ class TrackedClient(Client):
         self._forget_changed()
         replies: list[Reply] = [None if one is None else self._kept.find(one) for one in reads]
         missing = {index: one for index, one in enumerate(reads) if one is not None and replies[index] is None}
-        for index, reply in self._read(missing).items():
+        for index, reply in self._read_tracked(missing).items():
             replies[index] = reply
         rest = [index for index, reply in enumerate(replies) if reply is None]
         if rest:
@@ -90,13 +90,13 @@ class TrackedClient(Client):
                 self._kept.forget(None)
             self._is_current = True
 
-    def _read(self, missing: Mapping[int, "_Read"]) -> dict[int, Reply]:
+    def _read_tracked(self, missing: Mapping[int, "_Read"]) -> dict[int, Reply]:
         """Send these commands over tracked connections; return the replies that are no errors, by their index."""
         found: dict[int, Reply] = {}
         left = dict(missing)
         try:
             while left and not self._tracker.refused:
-                some = {one.key: index for index, one in left.items()}  # a command for each key at a time
+                some = {one.key: index for index, one in reversed(left.items())}  # of each key the next command
                 for key, reply in self._tracker.read({key: left[index].command for key, index in some.items()}):
                     read = left.pop(some[key])
                     if not isinstance(reply, RedisError):  # sent again without tracking: that error names the key
@@ -166,7 +166,7 @@ class _KeptReplies:
         if known is None or kept is None:
             return None
         known.last_used = self._collection
-        is_old = read.kind in _OF_GROUPS and kept.collection < self._groups_since
+        is_old = (read.kind == _STREAM or read.kind in _OF_GROUPS) and kept.collection < self._groups_since
         is_valid = kept.collection == self._collection or (not is_old and self._clock.monotonic_ms() < kept.until_ms)
         return kept.reply if is_valid else None
 
@@ -193,7 +193,7 @@ class _KeptReplies:
 
 def _read_of(command: Command, scripts: Collection[str]) -> _Read | None:
     verb = str(command[0])
-    kind = f"{verb} {command[1]}" if verb == "XINFO" else verb
+    kind = f"{verb} {command[1]!s}" if verb == "XINFO" else verb
     is_kept = (
         kind in _OF_KEYS
         or kind in (_STREAM, _GROUPS, _CONSUMERS)

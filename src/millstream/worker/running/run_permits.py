@@ -71,7 +71,9 @@ class RunPermits:
         except (OutOfMemory, StaleOwner, Unavailable) as error:
             logger.debug("no permit for %s of %s: %s; retrying", delivery.id.decode(), message.stream, error)
             wait_ms = _RETRY_MS
-        if wait_ms == 0 and lease_of(delivery).expired:  # Redis was silent for so long: another worker may run the key now
+        if (
+            wait_ms == 0 and lease_of(delivery).expired
+        ):  # Redis was silent for so long: another worker may run the key now
             self.give_back(delivery, share)
             wait_ms = _RETRY_MS
         return share if wait_ms == 0 else self._permits.refusal_of(share, wait_ms)
