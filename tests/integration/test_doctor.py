@@ -153,7 +153,7 @@ def test_an_entry_that_the_output_buffer_cannot_hold_is_a_problem(admin: Client)
 
 def test_old_new_and_valkey_versions_are_distinguished() -> None:
     def version(**info: str) -> Finding:
-        (one,) = check_version(Server(cli="redis-cli", name="", info=info, settings=dict))
+        (one,) = check_version(Server(cli="redis-cli", name="", info=info, settings=dict, calls=dict))
         return one
 
     assert version(redis_version="6.2.14").severity == "problem"
@@ -177,7 +177,7 @@ def test_a_replica_is_a_problem_and_a_primary_that_writes_without_replicas_a_war
         command = shlex.split(only(admin, "backlog").mend[0])
         admin.execute(*command[command.index("CONFIG") :])
         assert found(diagnose(admin), "backlog") == []
-    assert list(check_role(Server(cli="", name="", info={"role": "master"}, settings=dict))) == []
+    assert list(check_role(Server(cli="", name="", info={"role": "master"}, settings=dict, calls=dict))) == []
 
 
 def test_a_cluster_is_ok_as_a_cluster_and_a_problem_as_one_server(request: pytest.FixtureRequest) -> None:
@@ -204,7 +204,7 @@ def test_a_user_of_one_role_is_warned_of_the_checks_that_it_may_not_run(admin: C
     admin.execute(*rights, ">secret")
     with Client(admin.url.replace("://", "://clerk:secret@")) as client:
         diagnosis = diagnose(client)
-        assert only(client, "dead-letters").severity == "warning"
+        assert only(client, "dead-letters").severity == "problem"
         for check, command in (("settings", "INFO"), ("rights", "ACL WHOAMI")):
             (one,) = found(diagnosis, check)
             assert (one.severity, command in one.what) == ("warning", True)
@@ -405,7 +405,7 @@ def test_dead_letters_parked_keys_and_pauses_are_found_with_their_commands(clien
     diagnosis = diagnose(client, app="app")
     texts = {name: found(diagnosis, name)[0] for name in ("dead-letters", "parked", "paused")}
     assert [one.what for one in texts.values()] == [
-        "app.handle: 3 dead letters",
+        "app.handle: 3 dead letters, 3 of them new within 15 min",
         "app.handle: 1 parked key",
         "app.handle: paused on in",
     ]
@@ -530,7 +530,7 @@ def test_a_sample_of_many_streams_begins_with_those_where_a_message_or_a_key_is_
     diagnosis = diagnose(client, max_streams=50)
     assert (diagnosis.streams, diagnosis.is_sample) == (50, True)
     (found,) = [one for one in diagnosis.findings if one.check == check]
-    assert found.what == f"shop.pay: 3 {kind}s"
+    assert found.what.startswith(f"shop.pay: 3 {kind}s")
 
 
 def test_dead_letters_on_more_streams_than_are_asked_have_no_time_as_older_ones_may_be_there(client: Client) -> None:

@@ -27,13 +27,17 @@ class Restart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecentRestarts(msgspec.Struct, frozen=True, kw_only=True):
-    """The restarts of an app within `KEPT_MS`: how many, and the worker, the cause and the age of the last."""
+    """The restarts of an app within `KEPT_MS`: how many, and the worker, the cause and the age of the last.
+
+    `first_age_ms`: the age of the first.
+    """
 
     app: str
     count: int
     worker: str
     cause: str
     age_ms: int
+    first_age_ms: int
 
     @property
     def is_crash_loop(self) -> bool:
@@ -67,7 +71,12 @@ def read_restarts(client: Client, apps: Iterable[str]) -> tuple[RecentRestarts, 
                     count=len(kept),
                     worker=last.worker,
                     cause=last.cause,
-                    age_ms=max(0, round(now_ms + KEPT_MS - until_ms)),
+                    age_ms=_age_ms(until_ms, now_ms),
+                    first_age_ms=_age_ms(kept[0][1], now_ms),
                 )
             )
     return tuple(found)
+
+
+def _age_ms(until_ms: float, now_ms: float) -> int:
+    return max(0, round(now_ms + KEPT_MS - until_ms))
