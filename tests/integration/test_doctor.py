@@ -319,7 +319,10 @@ def test_pending_entries_of_dead_workers_are_a_problem_and_empty_consumers_a_war
     Group(client, "in", KEYS.group).create_consumer("alive")
     holding, _ = found(diagnose(client, **at_once), "dead-consumers")
     assert "group claim in millstream:app.handle alive" in holding.mend[0]
-    assert only(client, "idle-entries", **at_once).severity == "warning"
+    idle = only(client, "idle-entries", **at_once)
+    assert (idle.severity, idle.since_ms is None) == ("warning", False)
+    dead.nack([entry for entry, _ in client.execute("XRANGE", "in", "-", "+", "COUNT", 2)])
+    assert only(client, "idle-entries", **at_once).since_ms is None, "nothing has recorded when they were nacked"
     assert found(diagnose(client, old_ms=3_600_000), "dead-consumers") == []
 
 

@@ -50,7 +50,9 @@ def anchors(page: Path) -> set[str]:
 def test_the_alerts_are_those_of_the_catalogue(rules: list[dict[str, Any]]) -> None:
     assert RULES.read_text() == text(), "run: python -m scripts.alert_rules"
     found = [(one["alert"], one["expr"], one["for"], one["annotations"]["summary"]) for one in rules]
-    assert found == [(one.alert, one.expression, f"{one.minutes}m", one.summary) for one in written()], "as YAML reads it"
+    assert found == [(one.alert, one.expression, f"{one.minutes}m", one.summary) for one in written()], (
+        "as YAML reads it"
+    )
 
 
 def test_a_label_that_a_metric_lacks_is_refused_when_an_expression_is_made() -> None:

@@ -63,7 +63,7 @@ class Overview:
             return f"No handler has run{sample or ' on this Redis'} yet."
         oldest = f"The oldest entry that waits is {format_age(max(waiting))} old." if waiting else "No entry waits."
         letters = sum(one.dead_letters for one in self.readers)
-        old = f" Dead letters of earlier that wait for an operator: {letters:,}." if letters else ""
+        old = f" Older dead letters that wait for an operator: {letters:,}." if letters else ""
         return f"All handlers keep up{sample}. {oldest}{old}"
 
 

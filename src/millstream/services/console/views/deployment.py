@@ -138,9 +138,7 @@ def redis(page: PageRequest) -> Response:
     found = overview_of(page).diagnosis
     order = ("problem", "warning", "ok")
     findings = sorted(merge_unchecked(found.findings), key=lambda one: order.index(one.severity))
-    return page.render(
-        "redis.html", found=found, findings=[(one, shown_sentence(page, one)) for one in findings]
-    )
+    return page.render("redis.html", found=found, findings=[(one, shown_sentence(page, one)) for one in findings])
 
 
 def audit(page: PageRequest) -> Response:
