@@ -1,6 +1,6 @@
 """Overview of a deployment for operators: the findings that need attention, as sentences, and all readers."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,16 +23,10 @@ LISTED = frozenset((*_OF_DATA, *_OF_REDIS))
 """The checks whose findings may be in the attention list."""
 
 QUOTING_ERRORS = frozenset(("paused", "restarts", "failed-queries"))
-"""Checks whose findings quote errors."""
+"""Checks whose findings quote errors, in what follows from the fact."""
 
-_WITHOUT_CONTENT: Mapping[str, str] = {
-    "long-runs": "a message has been running for long",
-    "restarts": "worker processes have ended unrequested",
-}
-"""Checks whose facts quote messages or errors, and the text for operators who may not read these."""
-
-_WHY_QUOTES = frozenset(("paused", "failed-queries"))
-"""Checks that quote these only in what follows from the fact."""
+_LONG_RUNS = "long-runs"
+"""The check whose fact itself quotes a message."""
 
 _EXPLAINING_LAG = frozenset(("late", "waiting", "paused", "failed-queries"))
 """Checks whose findings say why entries of a handler wait."""
@@ -87,9 +81,9 @@ def read_overview(client: Client, *, max_streams: int = 1_000, old_ms: int = 600
 
 def sentence_of(found: Finding, *, with_content: bool) -> str:
     """A finding as a sentence; without `with_content` it quotes no message and no error."""
-    if not with_content and found.check in _WITHOUT_CONTENT:
-        return f"{found.handler or 'A handler'}: {_WITHOUT_CONTENT[found.check]}."
-    is_short = not found.why or (not with_content and found.check in _WHY_QUOTES)
+    if not with_content and found.check == _LONG_RUNS:
+        return f"{found.handler}: a message has been running for long."
+    is_short = not found.why or (not with_content and found.check in QUOTING_ERRORS)
     return f"{found.what}." if is_short else f"{found.what}: {found.why}."
 
 

@@ -16,9 +16,9 @@ def check_restarts(data: Data) -> Iterator[Finding]:
             check="restarts",
             severity="problem" if one.count >= CRASH_LOOP else "warning",
             since_ms=data.now_ms - one.first_age_ms,
-            what=one.describe(),
-            why="the messages that a process ran are run again each time, and one that crashes its process becomes a dead "
-            "letter in the end; its log has the cause",
+            what=one.number,
+            why=f"{one.last}; the messages that a process ran are run again each time, and one that crashes its process "
+            "becomes a dead letter in the end; its log has the cause",
             mend=("millstream dlq list --reason crashed",),
         )
 

@@ -44,12 +44,19 @@ class RecentRestarts(msgspec.Struct, frozen=True, kw_only=True):
         """True if processes end again and again, up to now."""
         return self.count >= CRASH_LOOP and self.age_ms < _RECENT_MS
 
+    @property
+    def number(self) -> str:
+        """How many there were, in words."""
+        return f"{self.app}: {pluralize(self.count, 'restart')} of worker processes within {KEPT_MS // 60_000} min"
+
+    @property
+    def last(self) -> str:
+        """The last of them, in words."""
+        return f"the last {format_age(self.age_ms)} ago: {self.worker} {self.cause}"
+
     def describe(self) -> str:
         """Return it in one line."""
-        return (
-            f"{self.app}: {pluralize(self.count, 'restart')} of worker processes within {KEPT_MS // 60_000} min; "
-            f"the last {format_age(self.age_ms)} ago: {self.worker} {self.cause}"
-        )
+        return f"{self.number}; {self.last}"
 
 
 def record_restart(client: Client, app: str, restart: Restart) -> None:
