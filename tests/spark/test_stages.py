@@ -1,6 +1,7 @@
 """Stages: ordinary PySpark beside the handlers of an app, started, watched and started again as they are."""
 
 import copy
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -127,9 +128,13 @@ def test_a_stage_that_fails_is_restarted_and_stops_with_the_rest(pipelines: Pipe
         return rows.select(F.udf(fragile, "int")("n").alias("n"))
 
     pipelines.add("in", *({"n": n} for n in range(10)), {"millstream.redrive": "app.other", "n": 3})
+    began_ms = time.time_ns() // 1_000_000
     with pipelines.running(app) as background:
         eventually(lambda: "ValueError: seven" in [event.get("reason") for event in pipelines.events], "it")
         eventually(lambda: "ValueError: seven" in reported(pipelines, "copy").last_failure, "its failure in Redis")
+        eventually(lambda: reported(pipelines, "copy").failures, "their number")
+        failed = reported(pipelines, "copy")
+        assert began_ms <= (failed.failing_since_ms or 0) <= time.time() * 1000
         mended.touch()
         eventually(lambda: "the table is away" in str(pipelines.events), "its failure to begin anew")
         eventually(lambda: len(pipelines.entries("out")) == 10, "the rest")

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from millstream.admin import data_checks, figure_history
+from millstream.admin import examined_data, figure_history
 from millstream.admin.inspection import find_stream_names, inspect
 from millstream.admin.search import search
 from millstream.services.console import app
@@ -16,7 +16,7 @@ _HOUR_MS = 3_600_000.0
 
 def lengthen_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the console and the checks of this process look for an hour: they find all, however slow the machine is."""
-    for module in (data_checks, figure_history):
+    for module in (examined_data, figure_history):
         monkeypatch.setattr(module, inspect.__name__, partial(inspect, budget_ms=_HOUR_MS))
     monkeypatch.setattr(app, StreamNames.__name__, partial(StreamNames, wait_ms=_HOUR_MS))
     monkeypatch.setattr(streams, find_stream_names.__name__, partial(find_stream_names, budget_ms=_HOUR_MS))

@@ -1,6 +1,6 @@
 """Overview of a deployment for operators: the findings that need attention, as sentences, and all readers."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,12 +19,17 @@ _OF_DATA = frozenset((*DATA_CHECKS, _RISING))
 _OF_REDIS = ("reachable", "access", "role", "cluster", "eviction", "persistence", "memory", "disk", "data")
 """Checks of Redis itself that concern the messages of today. `millstream doctor` makes all of them."""
 
-_WITHOUT_CONTENT: Mapping[str, str] = {
-    "long-runs": "a message has been running for long",
-    "paused": "paused",
-    "restarts": "worker processes have ended unrequested",
-}
-"""Checks whose findings quote messages or errors, and the text for operators who may not read these."""
+LISTED = frozenset((*_OF_DATA, *_OF_REDIS))
+"""The checks whose findings may be in the attention list."""
+
+QUOTING_ERRORS = frozenset(("paused", "restarts", "failed-queries"))
+"""Checks whose findings quote errors, in what follows from the fact."""
+
+_LONG_RUNS = "long-runs"
+"""The check whose fact itself quotes a message."""
+
+_EXPLAINING_LAG = frozenset(("late", "waiting", "paused", "failed-queries"))
+"""Checks whose findings say why entries of a handler wait."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +56,9 @@ class Overview:
         if not self.readers:
             return f"No handler has run{sample or ' on this Redis'} yet."
         oldest = f"The oldest entry that waits is {format_age(max(waiting))} old." if waiting else "No entry waits."
-        return f"All handlers keep up{sample}. {oldest}"
+        letters = sum(one.dead_letters for one in self.readers)
+        old = f" Older dead letters that wait for an operator: {letters:,}." if letters else ""
+        return f"All handlers keep up{sample}. {oldest}{old}"
 
 
 def read_overview(client: Client, *, max_streams: int = 1_000, old_ms: int = 600_000) -> Overview:
@@ -63,7 +70,7 @@ def read_overview(client: Client, *, max_streams: int = 1_000, old_ms: int = 600
     A check that Redis refuses is a finding. Raises ConfigError for an invalid URL.
     """
     diagnosis = diagnose(client, max_streams=max_streams, old_ms=old_ms)
-    urgent = [one for one in diagnosis.findings if one.severity != "ok" and one.check in (*DATA_CHECKS, *_OF_REDIS)]
+    urgent = [one for one in diagnosis.findings if one.severity != "ok" and one.check in LISTED and not _is_old(one)]
     urgent += run_check(_RISING, partial(_rising_lags, client, diagnosis))
     return Overview(
         attention=tuple(sorted(urgent, key=_urgency)),
@@ -74,15 +81,21 @@ def read_overview(client: Client, *, max_streams: int = 1_000, old_ms: int = 600
 
 def sentence_of(found: Finding, *, with_content: bool) -> str:
     """A finding as a sentence; without `with_content` it quotes no message and no error."""
-    if not with_content and found.check in _WITHOUT_CONTENT:
-        return f"{found.handler or 'A handler'}: {_WITHOUT_CONTENT[found.check]}."
-    return f"{found.what}: {found.why}." if found.why else f"{found.what}."
+    if not with_content and found.check == _LONG_RUNS:
+        return f"{found.handler}: a message has been running for long."
+    is_short = not found.why or (not with_content and found.check in QUOTING_ERRORS)
+    return f"{found.what}." if is_short else f"{found.what}: {found.why}."
+
+
+def _is_old(found: Finding) -> bool:
+    """Whether it is of dead letters to which none was added: the table of readers has them, and `millstream doctor`."""
+    return found.check == "dead-letters" and found.severity == "warning" and found.is_checked
 
 
 def _rising_lags(client: Client, diagnosis: Diagnosis) -> Iterator[Finding]:
     """Handlers that work and whose lag has risen, unless another finding says that their entries have waited for long."""
     found = diagnosis.inspection.handlers if diagnosis.inspection else ()
-    known = {one.handler for one in diagnosis.findings if one.check in ("late", "waiting", "paused")}
+    known = {one.handler for one in diagnosis.findings if one.check in _EXPLAINING_LAG}
     running = {one.label for one in found if one.consumers} - known
     if running:
         since_ms = server_time_ms(client) - TREND_MS

@@ -4,7 +4,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from millstream.admin.data_checks import DATA_CHECKS, Data, largest_mean_entry_bytes, read_data
+from millstream.admin.data_checks import DATA_CHECKS
+from millstream.admin.examined_data import Data, largest_mean_entry_bytes, read_data
 from millstream.admin.findings import Finding, run_check
 from millstream.admin.machine_checks import MACHINE_CHECKS
 from millstream.admin.reports import Inspection

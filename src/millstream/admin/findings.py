@@ -10,6 +10,9 @@ from msgspec.structs import replace
 from millstream.admin.reports import Engine
 from millstream.errors import MillstreamError
 from millstream.redis_client.escaping import escape
+from millstream.redis_client.formats import pluralize
+
+_NAMED_STREAMS = 3
 
 Severity = Literal["problem", "warning", "ok"]
 """`problem`: messages, states or progress may be lost or do not go on; `warning`: something to know or to mend soon."""
@@ -56,6 +59,14 @@ def merge_unchecked(findings: Iterable[Finding]) -> list[Finding]:
 def start_command(engine: Engine, app: str) -> str:
     """The command that starts workers, or a run on Spark, of an app."""
     return f"millstream {'worker' if engine == 'workers' else 'run'} {app}.py  # the file of the app {app}"
+
+
+def named_streams(names: Iterable[str]) -> str:
+    """The first three of these streams, and how many more there are."""
+    found = sorted(set(names))
+    some = ", ".join(map(escape, found[:_NAMED_STREAMS]))
+    left = len(found) - _NAMED_STREAMS
+    return some if left <= 0 else f"{some} and {pluralize(left, 'more stream')}"
 
 
 def quoted(name: str | bytes) -> str:

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from millstream.admin.group_lag import complete_groups, has_stage_group, other_groups
-from millstream.admin.key_queues import blocked_queues
+from millstream.admin.key_queues import KeyQueue, blocked_queues
 from millstream.admin.lag import StreamLag, age_ms, count_lags, estimate_lag
 from millstream.admin.liveness import find_runs, find_workers
 from millstream.admin.reports import Engine, GroupReport, HandlerReport, Inspection, StreamReport
@@ -453,7 +453,7 @@ def _handler_reports(
         for keys, meta in metas.items()
     ]
     count_lags(client, lags, budget_ms, clock)
-    blocked = _count_blocked(client, metas)
+    blocked = _find_blocked(client, metas)
     now_ms = server_time_ms(client)
     for (keys, meta), lag in zip(metas.items(), lags, strict=True):
         group = with_pending.get(keys)
@@ -478,7 +478,8 @@ def _handler_reports(
             dead_letters=meta.dead_letters,
             parked=meta.parked,
             backing_off=meta.backing_off,
-            blocked=blocked.get(keys, 0),
+            blocked=len(blocked.get(keys, ())),
+            blocked_since_ms=min(filter(None, (one.failing_since_ms for one in blocked.get(keys, ()))), default=None),
             paused=meta.pause is not None,
             pause=meta.pause,
             rate_override=meta.rate_override,
@@ -489,14 +490,14 @@ def _handler_reports(
         )
 
 
-def _count_blocked(client: Client, metas: Mapping[HandlerKeys, _Meta]) -> dict[HandlerKeys, int]:
-    """How many keys are blocked, of each of the first handlers on a stream that have keys with failures."""
-    blocked: dict[HandlerKeys, int] = {}
+def _find_blocked(client: Client, metas: Mapping[HandlerKeys, _Meta]) -> dict[HandlerKeys, Sequence[KeyQueue]]:
+    """The blocked keys, of each of the first handlers on a stream that have keys with failures."""
+    blocked: dict[HandlerKeys, Sequence[KeyQueue]] = {}
     for keys in islice(
         (keys for keys, meta in metas.items() if meta.failed and (meta.keyed or meta.backing_off)), _MAX_BLOCKED
     ):
         with suppress(AccessDenied, WrongType):
-            blocked[keys] = len(blocked_queues(client, keys))
+            blocked[keys] = blocked_queues(client, keys)
     return blocked
 
 

@@ -8,7 +8,7 @@ from millstream.admin.findings import Finding
 from millstream.redis_client.formats import format_age
 
 TREND_MS = 900_000
-"""How far back the samples go that show a trend, in milliseconds."""
+"""How far back a trend is looked for, in milliseconds: the samples of lags, and dead letters that count as new."""
 
 _FEWEST_SAMPLES = 5
 _LEAST_GROWTH = 100

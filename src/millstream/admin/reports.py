@@ -8,6 +8,7 @@ from millstream.delivery.long_runs import LongRun
 from millstream.delivery.pause import Pause
 from millstream.delivery.rate_override import RateOverride
 from millstream.delivery.restarts import RecentRestarts
+from millstream.redis_client.key_names import HandlerKeys
 
 Engine = Literal["workers", "spark"]
 
@@ -67,7 +68,8 @@ class HandlerReport(msgspec.Struct, frozen=True, kw_only=True):
     * `written`, `refused`: totals of written outputs, and of commits refused because another run had made them
     * `dead_letters`: dead letters in its queue now; `parked`: keys that are parked; `backing_off`: keys that wait for
       the next attempt; `blocked`: keys whose first message has failed all its attempts or waits for newer code, and is
-      retried without end, of some hundred; one that is attempted again just now does not back off
+      retried without end, of some hundred; one that is attempted again just now does not back off. `blocked_since_ms`:
+      when the first attempt on one of these messages failed, in Unix milliseconds; None if none has
     * `paused`: its workers read no new entries; `pause`: why, and since when
     * `rate_override`: the rate that an operator has set; None: that in code holds
     * `problem`: unreadable data in its keys, which no handler of this version has written, so that the rest is unknown;
@@ -102,6 +104,12 @@ class HandlerReport(msgspec.Struct, frozen=True, kw_only=True):
     rate_override: RateOverride | None = None
     problem: str | None = None
     stored_format: int | None = None
+    blocked_since_ms: int | None = None
+
+    @property
+    def keys(self) -> HandlerKeys:
+        """The names of its keys in Redis."""
+        return HandlerKeys(self.app, self.handler, self.stream)
 
     @property
     def label(self) -> str:

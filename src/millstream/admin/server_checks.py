@@ -12,6 +12,7 @@ import msgspec
 from millstream.admin.findings import Finding, run_check
 from millstream.errors import AccessDenied, RedisError, Unavailable
 from millstream.redis_client.client import Client
+from millstream.redis_client.formats import format_time
 from millstream.redis_client.redaction import redact_url
 from millstream.redis_client.replies import fields_of_info, mapping_of
 
@@ -36,6 +37,7 @@ _MIN_BACKLOG_BYTES, _BACKLOG_BYTES = 64 * 2**20, 256 * 2**20
 _NODE_LIMITS = {"stream-node-max-bytes": 4_096, "stream-node-max-entries": 100}
 _READ_BYTES = 64 * 2**20  # what a worker reads at once by default (--prefetch-mb)
 _START_TIMEOUT_MS = 3_000
+_SETTING = frozenset(("cmdstat_config|set", "cmdstat_config|resetstat"))
 
 
 class Server(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,12 +45,14 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
 
     * `cli`: the redis-cli command that reaches it; `name`: its address where there are several primaries, else ""
     * `info`: the fields of INFO; `settings`: reads those of CONFIG GET, which many users may not
+    * `calls`: reads those of INFO COMMANDSTATS
     """
 
     cli: str
     name: str
     info: Mapping[str, str]
     settings: Callable[[], Mapping[str, str]]
+    calls: Callable[[], Mapping[str, str]]
 
     def setting(self, name: str) -> str:
         """A setting. Raises RedisError if Redis refuses CONFIG GET."""
@@ -57,6 +61,27 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
     def number(self, name: str) -> int:
         """A number in INFO; 0 if it is missing."""
         return int(self.info.get(name, "0"))
+
+    @property
+    def unchanged_since_ms(self) -> int | None:
+        """Since when its settings have been as they are, in Unix milliseconds: its start.
+
+        None if a setting was set since then, or if that is unknown.
+        """
+        try:
+            calls = self.calls()
+        except RedisError:
+            return None
+        # It counts all calls since the start, or since the last CONFIG RESETSTAT, which it then counts.
+        if "cmdstat_info" not in calls or not _SETTING.isdisjoint(calls) or not self.number("server_time_usec"):
+            return None
+        return self.number("server_time_usec") // 1_000 - self.number("uptime_in_seconds") * 1_000
+
+    @property
+    def out_of_memory_since_ms(self) -> int | None:
+        """Since when it has needed more than maxmemory, in Unix milliseconds; None if it does not, or does not tell."""
+        ms, now_ms = self.number("current_eviction_exceeded_time"), self.number("server_time_usec") // 1_000
+        return now_ms - ms if ms and now_ms else None
 
     @property
     def product(self) -> str:
@@ -79,12 +104,18 @@ def read_servers(client: Client) -> list[Server]:
         found = client.execute_on_primaries("CONFIG", "GET", *_SETTINGS)
         return {address: mapping_of([part.decode("utf-8", "replace") for part in reply]) for address, reply in found}
 
+    @functools.cache
+    def calls() -> Mapping[str, Mapping[str, str]]:
+        found = client.execute_on_primaries("INFO", "COMMANDSTATS")
+        return {address: fields_of_info(reply) for address, reply in found}
+
     return [
         Server(
             cli=redis_cli(client.url, address),
             name=address if len(replies) > 1 else "",
             info=fields_of_info(reply),
-            settings=functools.partial(_settings_of, settings, address),
+            settings=functools.partial(_fields_of, settings, address),
+            calls=functools.partial(_fields_of, calls, address),
         )
         for address, reply in replies
     ]
@@ -184,6 +215,7 @@ def check_eviction(server: Server) -> Iterator[Finding]:
         yield Finding(
             check="eviction",
             severity="problem",
+            since_ms=server.unchanged_since_ms,
             what=f"{server.where} evicts keys at maxmemory (maxmemory-policy {policy})",
             why="messages, states and progress would be lost silently",
             mend=mend,
@@ -192,6 +224,7 @@ def check_eviction(server: Server) -> Iterator[Finding]:
         yield Finding(
             check="eviction",
             severity="warning",
+            since_ms=server.unchanged_since_ms,
             what=f"{server.where} has maxmemory-policy {policy}",
             why="as soon as it has a maxmemory, it loses messages, states and progress silently",
             mend=mend,
@@ -207,6 +240,7 @@ def check_persistence(server: Server) -> Iterator[Finding]:
         yield Finding(
             check="persistence",
             severity="warning",
+            since_ms=server.unchanged_since_ms,
             what=f"{server.where} writes snapshots only (appendonly no, save {server.setting('save')})",
             why="a Redis that dies loses all since its last snapshot: messages, states and progress",
             mend=mend,
@@ -215,6 +249,7 @@ def check_persistence(server: Server) -> Iterator[Finding]:
         yield Finding(
             check="persistence",
             severity="problem",
+            since_ms=server.unchanged_since_ms,
             what=f'{server.where} writes nothing to disk (appendonly no, save "")',
             why="a restart loses all messages, states and progress",
             mend=mend,
@@ -251,16 +286,19 @@ def check_truncated(server: Server) -> Iterator[Finding]:
 
 def check_disk(server: Server) -> Iterator[Finding]:
     """The last writes to disk have succeeded."""
-    for field, thing in (
-        ("aof_last_write_status", "append to the append-only file"),
-        ("aof_last_bgrewrite_status", "rewrite of the append-only file"),
-        ("rdb_last_bgsave_status", "snapshot"),
+    saved_ms = 1_000 * server.number("rdb_last_save_time")
+    for field, thing, since_ms in (
+        ("aof_last_write_status", "append to the append-only file", None),
+        ("aof_last_bgrewrite_status", "rewrite of the append-only file", None),
+        ("rdb_last_bgsave_status", "snapshot", saved_ms or None),
     ):
         if server.info.get(field, "ok") != "ok":
+            success = f"; none has succeeded since {format_time(since_ms)}" if since_ms else ""
             yield Finding(
                 check="disk",
                 severity="problem",
-                what=f"the last {thing} of {server.where} failed ({field})",
+                since_ms=since_ms,
+                what=f"the last {thing} of {server.where} failed ({field}){success}",
                 why="Redis may refuse writes, and a restart loses what is not on disk",
                 mend=("df -h",),
             )
@@ -286,6 +324,7 @@ def check_memory(server: Server) -> Iterator[Finding]:
         yield Finding(
             check="memory",
             severity="problem" if used >= limit else "warning",
+            since_ms=server.out_of_memory_since_ms,
             what=f"{server.where} uses {used / limit:.0%} of maxmemory ({limit:,} bytes)",
             why="at maxmemory it refuses writes: producers and handlers with effects wait",
             mend=(
@@ -296,6 +335,7 @@ def check_memory(server: Server) -> Iterator[Finding]:
         yield Finding(
             check="memory",
             severity="warning",
+            since_ms=server.unchanged_since_ms,
             what=f"{server.where} has no maxmemory and uses {used / machine:.0%} of its machine's memory",
             why="the kernel kills a Redis that fills the machine's memory",
             mend=(f"{server.cli} CONFIG SET maxmemory {int(_MACHINE_SHARE * machine)}",),
@@ -409,7 +449,7 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
 
 
-def _settings_of(read: Callable[[], Mapping[str, Mapping[str, str]]], address: str) -> Mapping[str, str]:
+def _fields_of(read: Callable[[], Mapping[str, Mapping[str, str]]], address: str) -> Mapping[str, str]:
     found = read().get(address)
     if found is None:  # a failover has come between the two commands
         raise Unavailable(f"the primary {address} was replaced during the check")

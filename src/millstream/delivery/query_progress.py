@@ -18,8 +18,8 @@ class QueryProgress(msgspec.Struct, frozen=True, kw_only=True):
 
     * `batch`: its number; `rows`: the rows that it read; `rows_per_s`: how many a second; `took_ms`: its duration in
       milliseconds; `began_ms`: when it began, in Unix milliseconds; None for all if no micro-batch has ended in this run
-    * `failures`: failures in a row without a commit in between; `last_failure`: why the last one of this run failed, "" if
-      none has
+    * `failures`: failures in a row without a commit in between, the first of them at `failing_since_ms` (Unix
+      milliseconds; None without a failure); `last_failure`: why the last one of this run failed, "" if none has
     * `ui`: address of Spark's page of the run; None if it has none
     """
 
@@ -29,6 +29,7 @@ class QueryProgress(msgspec.Struct, frozen=True, kw_only=True):
     took_ms: int | None = None
     began_ms: int | None = None
     failures: int = 0
+    failing_since_ms: int | None = None
     last_failure: str = ""
     ui: str | None = None
 

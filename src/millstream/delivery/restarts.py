@@ -27,25 +27,36 @@ class Restart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecentRestarts(msgspec.Struct, frozen=True, kw_only=True):
-    """The restarts of an app within `KEPT_MS`: how many, and the worker, the cause and the age of the last."""
+    """The restarts of an app within `KEPT_MS`: how many, and the worker, the cause and the age of the last.
+
+    `first_age_ms`: the age of the first.
+    """
 
     app: str
     count: int
     worker: str
     cause: str
     age_ms: int
+    first_age_ms: int
 
     @property
     def is_crash_loop(self) -> bool:
         """True if processes end again and again, up to now."""
         return self.count >= CRASH_LOOP and self.age_ms < _RECENT_MS
 
+    @property
+    def number(self) -> str:
+        """How many there were, in words."""
+        return f"{self.app}: {pluralize(self.count, 'restart')} of worker processes within {KEPT_MS // 60_000} min"
+
+    @property
+    def last(self) -> str:
+        """The last of them, in words."""
+        return f"the last {format_age(self.age_ms)} ago: {self.worker} {self.cause}"
+
     def describe(self) -> str:
         """Return it in one line."""
-        return (
-            f"{self.app}: {pluralize(self.count, 'restart')} of worker processes within {KEPT_MS // 60_000} min; "
-            f"the last {format_age(self.age_ms)} ago: {self.worker} {self.cause}"
-        )
+        return f"{self.number}; {self.last}"
 
 
 def record_restart(client: Client, app: str, restart: Restart) -> None:
@@ -67,7 +78,12 @@ def read_restarts(client: Client, apps: Iterable[str]) -> tuple[RecentRestarts, 
                     count=len(kept),
                     worker=last.worker,
                     cause=last.cause,
-                    age_ms=max(0, round(now_ms + KEPT_MS - until_ms)),
+                    age_ms=_age_ms(until_ms, now_ms),
+                    first_age_ms=_age_ms(kept[0][1], now_ms),
                 )
             )
     return tuple(found)
+
+
+def _age_ms(until_ms: float, now_ms: float) -> int:
+    return max(0, round(now_ms + KEPT_MS - until_ms))

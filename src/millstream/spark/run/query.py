@@ -109,7 +109,8 @@ class SupervisedQuery(ABC):
     * `background_failure`: what ended a background thread that the query needs
     * `has_started`: the query has been started in this run
     * `resumed`, `batch_started`: it continues from a checkpoint; it has started a batch in this run
-    * `failures`: failures in a row, without progress in between; `last_failure`: why it failed last in this run
+    * `failures`: failures in a row, without progress in between; `failing_since_ms`: when the first of them came (Unix
+      milliseconds); `last_failure`: why it failed last in this run
     * `was_behind`: it has been restarted in this run because another run had moved its checkpoint on
     """
 
@@ -127,6 +128,7 @@ class SupervisedQuery(ABC):
         self.resumed = False
         self.batch_started = False
         self.failures = 0
+        self.failing_since_ms = 0
         self.last_failure = ""
         self.was_behind = False
         self.last_progress = 0
@@ -208,8 +210,13 @@ class SupervisedQuery(ABC):
                 "took_ms": found.batchDuration,
                 "began_ms": round(datetime.fromisoformat(found.timestamp).timestamp() * 1000),
             }
+        failures = self.failures  # the supervisor may set it to 0 meanwhile
         return QueryProgress(
-            **self._last_progress, failures=self.failures, last_failure=escape(self.last_failure), ui=ui
+            **self._last_progress,
+            failures=failures,
+            failing_since_ms=self.failing_since_ms if failures else None,
+            last_failure=escape(self.last_failure),
+            ui=ui,
         )
 
     def emit(self, event: str, **more: Any) -> None:

@@ -6,6 +6,7 @@ them on request or after a failure that a restart cannot fix.
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -310,8 +311,10 @@ class Supervisor:
             raise _ended(supervised, failure)
         supervised.was_behind = supervised.was_behind or failure.is_behind
         progress = self._context.retry_while_unavailable(supervised.progress_count, supervised.label)
-        supervised.failures = supervised.failures + 1 if progress == supervised.last_progress else 1
-        supervised.last_progress = progress
+        failures = supervised.failures + 1 if progress == supervised.last_progress else 1
+        if failures == 1:
+            supervised.failing_since_ms = time.time_ns() // 1_000_000
+        supervised.failures, supervised.last_progress = failures, progress
         self._check_failures(supervised, failure)
         wait_ms = wait_after(supervised.failures, *WAITS_MS)
         supervised.query, supervised.last_failure = None, failure.reason

@@ -6,7 +6,6 @@ from shlex import quote
 
 from starlette.responses import Response
 
-from millstream.admin.attention import sentence_of
 from millstream.admin.audit_log import AuditLog
 from millstream.admin.delayed_streams import find_delayed_streams
 from millstream.admin.findings import merge_unchecked
@@ -20,7 +19,7 @@ from millstream.model import EntryId
 from millstream.redis_client.escaping import escape
 from millstream.redis_client.key_names import is_identifier, is_service
 from millstream.services.console.pages import PageRequest
-from millstream.services.console.views.overview import overview_of
+from millstream.services.console.views.overview import overview_of, shown_sentence
 
 _MOST_SERVICES = 20
 _PAGE = 100
@@ -139,12 +138,7 @@ def redis(page: PageRequest) -> Response:
     found = overview_of(page).diagnosis
     order = ("problem", "warning", "ok")
     findings = sorted(merge_unchecked(found.findings), key=lambda one: order.index(one.severity))
-    with_content = page.may("payloads")
-    return page.render(
-        "redis.html",
-        found=found,
-        findings=[(one, page.display.text(sentence_of(one, with_content=with_content))) for one in findings],
-    )
+    return page.render("redis.html", found=found, findings=[(one, shown_sentence(page, one)) for one in findings])
 
 
 def audit(page: PageRequest) -> Response:

@@ -2,7 +2,7 @@
 
 from starlette.responses import Response
 
-from millstream.admin.attention import Overview, read_overview, sentence_of
+from millstream.admin.attention import QUOTING_ERRORS, Overview, read_overview, sentence_of
 from millstream.admin.findings import Finding
 from millstream.services.console.pages import PageRequest
 from millstream.services.console.views.history import history_of
@@ -14,17 +14,14 @@ _PAGES = {
     "restarts": "/workers",
     "long-runs": "/workers",
     "stages": "/queries",
+    "failed-queries": "/queries",
 }
 
 
 def overview(page: PageRequest) -> Response:
     """The first page."""
     found = overview_of(page)
-    with_content = page.may("payloads")
-    attention = [
-        (one, page.display.text(sentence_of(one, with_content=with_content)), _link_of(page, one))
-        for one in found.attention
-    ]
+    attention = [(one, shown_sentence(page, one), _link_of(page, one)) for one in found.attention]
     return page.render("overview.html", found=found, attention=attention, shown=history_of(page))
 
 
@@ -43,10 +40,19 @@ def overview_of(page: PageRequest) -> Overview:
     return found
 
 
+def shown_sentence(page: PageRequest, found: Finding) -> str:
+    """A finding as this viewer may read it: without what it quotes if errors are hidden."""
+    whole = sentence_of(found, with_content=page.may("payloads"))
+    shown = page.display.text(whole)
+    if found.check in QUOTING_ERRORS and page.display.text(whole, "error") != shown:
+        return page.display.text(sentence_of(found, with_content=False))
+    return shown
+
+
 def _link_of(page: PageRequest, found: Finding) -> str | None:
     """The page that shows more of a finding."""
     if found.check == "dead-letters" and found.handler is not None and page.may("payloads"):
         return page.url("/letters", handler=found.handler)
-    if found.handler is not None:
+    if found.handler is not None and found.check not in _PAGES:
         return page.url("/handler", name=found.handler)
     return page.url(_PAGES.get(found.check, "/redis"))
