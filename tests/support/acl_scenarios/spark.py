@@ -24,6 +24,7 @@ from tests.support.acl_scenarios.worker import (
     keyed,
     letter,
     move_a_delayed_message,
+    publish_a_firing,
     read_figures,
     reliable,
     take_permits,
@@ -105,6 +106,7 @@ def run_on_spark(url: str, admin: Client) -> None:
         keep_queues(client, admin, KEYS)
         move_keys(client, admin, "shop", "bill")
         move_a_delayed_message(client, admin)
+        publish_a_firing(client)
 
 
 def keep_queues(client: Client, admin: Client, keys: HandlerKeys) -> None:
