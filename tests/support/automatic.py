@@ -123,7 +123,9 @@ class Automatic:
 
     def fired_by(self, engine: str) -> int:
         """How many firings this engine has published."""
-        return sum(found == engine.encode() for _, (_, found, _, _) in self._client.execute("XRANGE", "ticks", "-", "+"))
+        return sum(
+            found == engine.encode() for _, (_, found, _, _) in self._client.execute("XRANGE", "ticks", "-", "+")
+        )
 
     def ends(self) -> None:
         """Wait until all messages have had an effect."""

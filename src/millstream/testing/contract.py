@@ -44,8 +44,8 @@ class Engine(Protocol):
     def __call__(self, app: App, url: str, until: Callable[[], bool]) -> None:
         """Run all handlers of `app`, and its schedules, on the Redis at `url` until `until()` is true, then stop.
 
-        Stop as in production. Call `until` several times a second, from one thread, and let its exceptions through after stopping. If a
-        message kills the engine, restart it, as its supervisor would in production.
+        Stop as in production. Call `until` several times a second, from one thread, and let its exceptions through after
+        stopping. If a message kills the engine, restart it, as its supervisor would in production.
         """
 
 
