@@ -134,15 +134,15 @@ class App:
             @app.every("0 6 * * mon-fri", stream="reports", timezone="Europe/Berlin")
             def daily_report(time: datetime) -> dict: ...
 
-        Workers run schedules, all of them the same, also with `--only`. The function takes nothing, or the time of the
-        firing in the schedule's time zone. It returns a mapping or model, or None for no message. Several workers may
-        call it for one firing, so it should have no effects; one result is published.
+        Workers and runs on Spark publish the firings of all schedules, also with `--only`. The function takes nothing,
+        or the time of the firing in the schedule's time zone. It returns a mapping or model, or None for no message.
+        Several processes may call it for one firing, so it should have no effects; one result is published.
 
         * `when`: a cron expression, `minute hour day-of-month month day-of-week`; or an interval such as "30s", "5m",
           "2h" or "1d", which fires whenever the Unix time is a multiple of it
         * `timezone`: of the cron expression, by its IANA name; None: UTC
-        * `missed`: after a time without workers, "once" publishes the last firing that was missed (default), "all" each
-          of them in order, at most the last 1,000, and "skip" the last one if it is at most 60 seconds late
+        * `missed`: after a time without workers and runs, "once" publishes the last firing that was missed (default),
+          "all" each of them in order, at most the last 1,000, and "skip" the last one if it is at most 60 seconds late
         * `name`: its name in Redis, of the record of its last firing; default: the function's
 
         The first start of a schedule, or of another `when` or `timezone`, fires nothing of the past. Raises ConfigError

@@ -1,4 +1,4 @@
-"""Worker processes of an app with schedules that are killed at random: each firing is in its stream exactly once."""
+"""Workers and drivers of an app with schedules that are killed at random: each firing is in its stream exactly once."""
 
 import os
 import random
@@ -8,13 +8,16 @@ from pathlib import Path
 import pytest
 
 from millstream.redis_client.client import Client
+from tests.support.drivers import APPS, Driver
 from tests.support.waiting import eventually
 from tests.support.worker_processes import RunningWorkers, kill
 from tests.support.workers import now_ms
 
 pytestmark = [pytest.mark.worker, pytest.mark.faults]
 
-KILLS = 200 if os.environ.get("MILLSTREAM_SOAK") else 6
+SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
+KILLS = 200 if SOAK else 6
+DRIVER_KILLS = 50 if SOAK else 2
 PERIOD_MS = 1_000
 
 
@@ -72,3 +75,36 @@ def test_firings_of_a_time_without_workers_are_published_by_the_next_as_each_pol
         assert found[: len(published[stream])] == published[stream]
         assert missed.isdisjoint(found), "a later one was due when the workers came back"
     assert "firings left out" in workers.log()
+
+
+def fired_by(client: Client, pid: int) -> bool:
+    """Whether this process has published a firing of each schedule."""
+    streams = ("ticks:all", "ticks:once", "ticks:skip")
+    return all(any(int(pairs[1]) == pid for _, pairs in client.execute("XRANGE", one, "-", "+")) for one in streams)
+
+
+@pytest.mark.spark
+@pytest.mark.drivers
+def test_drivers_that_are_killed_alone_and_beside_workers_publish_each_firing_once(
+    fresh_client: Client, tmp_path: Path
+) -> None:
+    """After every second kill no process is left; then the next driver publishes what was missed."""
+    chance = random.Random(random.SystemRandom().randrange(1 << 32))
+    options = ("--only", "work", "--spark-master", "local[1]")
+    app = f"{APPS}/worker_app.py:scheduled"
+    with Driver(app, url=fresh_client.url, folder=tmp_path, options=options) as driver:
+        for number in range(DRIVER_KILLS):
+            driver.start()
+            eventually(lambda: fired_by(fresh_client, driver.process.pid), "the driver's firings", log=driver.errors)
+            if number % 2 == 0:
+                time.sleep(chance.random())  # a kill at any point of the second
+                driver.kill()
+                continue
+            names = ("--only", "rest", "--name", f"w{number}")
+            with RunningWorkers(fresh_client.url, tmp_path, *names, app="scheduled") as workers:
+                workers.ready()
+                time.sleep(chance.random())
+                driver.kill()
+                await_firings(fresh_client, workers, now_ms(fresh_client))
+                assert workers.stop() == 0
+    check(fresh_client)

@@ -8,17 +8,16 @@ from typing import Any
 import pytest
 
 from millstream import App
-from millstream.cli.run import _prepare
 from millstream.errors import AccessDenied, ConfigError, OutOfMemory, Unavailable, WrongType
 from millstream.handlers.schedule import Schedule
 from millstream.producer.firings import FiringRecord, Firings
+from millstream.producer.schedule_loop import MOST_MISSED, ScheduleLoop
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.key_names import FIRING_FIELD, StreamKeys
 from millstream.testing.proxy import Proxy
 from millstream.worker import WorkerPolicy
 from millstream.worker.process.worker_process import WorkerProcess, WorkerSettings
-from millstream.worker.schedule_loop import MOST_MISSED, ScheduleLoop
 from tests.support.waiting import FAIL_SAFE_S, eventually
 from tests.support.workers import now_ms
 
@@ -280,20 +279,10 @@ def test_a_stop_waits_for_a_firing_until_its_deadline_only(client: Client, caplo
     stopping.set()
     thread.join(FAIL_SAFE_S)
     assert not thread.is_alive(), "its function still waits"
-    assert "schedule app.tick: a firing was under way at the stop; another worker publishes it" in caplog.text
+    assert "schedule app.tick: a firing was under way at the stop; another process publishes it" in caplog.text
     assert firings(client) == []
     gate.set()
     eventually(lambda: firings(client), "the firing, which no other worker has published")
-
-
-def test_a_run_on_spark_names_the_schedules_that_it_does_not_run(
-    client: Client, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("MILLSTREAM_URL", client.url)  # which it sets
-    app = App("app")
-    app.every("1s", stream="ticks", name="tick")(lambda: None)
-    _prepare(app, client.url)
-    assert "not run: the schedules tick need a worker; use `millstream worker`" in capsys.readouterr().err
 
 
 def test_the_log_has_the_firings_that_were_left_out_in_a_step_whose_reply_was_lost(

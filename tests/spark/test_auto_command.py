@@ -1,4 +1,4 @@
-"""`millstream auto` changes the engine of an app by its lag; each message has its effect once, in order per key."""
+"""`millstream auto` changes the engine of an app by its lag: each effect and each firing comes once, in order."""
 
 import os
 from pathlib import Path
@@ -19,12 +19,13 @@ BACKLOG = 2_000
 def test_spark_drains_a_backlog_the_workers_take_over_and_spark_again_when_the_lag_grows(
     client: Client, tmp_path: Path
 ) -> None:
-    """With the full counts, a child is killed after each change."""
+    """Schedules fire meanwhile. With the full counts, a child is killed after each change."""
     with Automatic(client, tmp_path) as app:
         app.publish(BACKLOG)
         app.start()
         engines = ["spark"]
         app.runs_on(*engines)
+        eventually(lambda: fires_beside_a_backlog(app), "a firing that Spark has published", log=app.errors)
         for _ in range(CHANGES):
             if SOAK:
                 kill_child(app)
@@ -41,13 +42,24 @@ def test_spark_drains_a_backlog_the_workers_take_over_and_spark_again_when_the_l
         assert not list((tmp_path / "checkpoints").iterdir())
 
 
+def fires_beside_a_backlog(app: Automatic) -> bool:
+    """Keep a backlog, so that Spark has to drain it; True once Spark has published a firing of the schedule."""
+    keep_backlog(app)
+    return app.fired_by("spark") > 0
+
+
 def publishes_until_changed(app: Automatic, changes: int) -> bool:
     """Keep a backlog, as the workers may drain it before the command reads the lag; True once a change has begun."""
     if sum(one["event"] in ("started", "change") for one in app.events) >= changes:
         return True
+    keep_backlog(app)
+    return False
+
+
+def keep_backlog(app: Automatic) -> None:
+    """Publish more if less than half of the backlog is left."""
     if app.published - app.done() < BACKLOG // 2:
         app.publish(BACKLOG // 2)
-    return False
 
 
 def kill_child(app: Automatic) -> None:

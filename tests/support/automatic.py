@@ -4,6 +4,7 @@ import json
 import subprocess
 import threading
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,12 +17,19 @@ from tests.support.processes import await_end, descendants, kill_with_descendant
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 KEY_COUNT = 20
+PERIOD_MS = 1_000
+"""How often the schedule of the app fires."""
 APP = """
+import sys
 import time
 from pathlib import Path
 from millstream import App, Message, State
 
 app = App("app")
+
+@app.every("1s", stream="ticks", missed="all")
+def tick() -> dict[str, str]:
+    return {"engine": "spark" if "pyspark" in sys.modules else "workers"}
 
 @app.handler("in", key="k", into="out")
 def count(message: Message, state: State) -> dict[str, object]:
@@ -113,6 +121,12 @@ class Automatic:
         """How many messages have had an effect."""
         return int(self._client.execute("XLEN", "out"))
 
+    def fired_by(self, engine: str) -> int:
+        """How many firings this engine has published."""
+        return sum(
+            found == engine.encode() for _, (_, found, _, _) in self._client.execute("XRANGE", "ticks", "-", "+")
+        )
+
     def ends(self) -> None:
         """Wait until all messages have had an effect."""
         eventually(lambda: self.done() >= self.published, f"{self.published} done", log=self.errors)
@@ -131,9 +145,14 @@ class Automatic:
         return code
 
     def check(self) -> None:
-        """Each message of each key had its effect once, in order, on the state that the one before had left."""
+        """Each message of each key had its effect once, in order, on the state that the one before had left.
+
+        Each firing of the schedule was published once, in order.
+        """
         found: dict[int, list[tuple[int, int]]] = {}
         for _, (_, key, _, n, _, count) in self._client.execute("XRANGE", "out", "-", "+"):
             found.setdefault(int(key), []).append((int(n), int(count)))
         numbers = {key: range(key, self.published, KEY_COUNT) for key in range(min(KEY_COUNT, self.published))}
         assert found == {key: [(n, at) for at, n in enumerate(of_key, 1)] for key, of_key in numbers.items()}
+        firings = [int(firing) for _, (_, _, _, firing) in self._client.execute("XRANGE", "ticks", "-", "+")]
+        assert {after - before for before, after in pairwise(firings)} <= {PERIOD_MS}, firings

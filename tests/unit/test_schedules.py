@@ -14,7 +14,7 @@ from millstream import App
 from millstream.errors import ConfigError
 from millstream.handlers.cron_expression import CronExpression
 from millstream.handlers.firing_times import CronTimes, parse_firing_times
-from millstream.worker.schedule_loop import LATE_MS, MOST_MISSED
+from millstream.producer.schedule_loop import LATE_MS, MOST_MISSED
 
 pytestmark = [pytest.mark.worker]
 

@@ -234,6 +234,8 @@ ROLES: Mapping[RoleName, Role] = {
             "keys/deferred_keys",
             "keys/runnable_keys",
             "producer/move_due",
+            "producer/read_schedule",
+            "producer/fire",
             *_GROW,
             *_MIGRATE,
             "shared/hold_members",
@@ -244,7 +246,7 @@ ROLES: Mapping[RoleName, Role] = {
         optional="client|tracking info",
         never_executed="lpush",
         outputs="writes",
-        stream_keys=(_HANDLERS, *_DELAYED, *_PARTITION_MAP),
+        stream_keys=(_HANDLERS, *_DELAYED, "schedules", *_PARTITION_MAP),
         app_keys=(f"{PREFIX}:worker:{{app}}:*",),
     ),
     RoleName.SOURCE: Role(

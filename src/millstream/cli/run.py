@@ -267,8 +267,6 @@ def _start_mode(*, from_committed: bool, reprocess: bool) -> Literal["resume", "
 
 
 def _prepare(app: App, url: str) -> None:
-    if app.schedules:
-        print_message(f"not run: the schedules {', '.join(app.schedules)} need a worker; use `millstream worker`")
     from millstream.spark.run.early_checks import check_early
 
     check_early(app, url)

@@ -19,6 +19,7 @@ from millstream.balancer import announce
 from millstream.delivery.delayed_messages import DelayedMessages
 from millstream.errors import MillstreamError
 from millstream.handlers.dead_letter import DeadLetter, Reason
+from millstream.producer.firings import Firings
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import REDRIVE_FIELD, HandlerKeys
 from millstream.redis_client.replies import mapping_of
@@ -29,6 +30,9 @@ APP = "contract"
 
 Pairs = Sequence[bytes]
 
+_RARELY = "366d"
+"""When the schedules of cases fire: so rarely that only what they have missed is due."""
+
 
 class ContractBroken(MillstreamError, AssertionError):
     """An engine breaks a case of the contract. The message lists the differences."""
@@ -38,10 +42,10 @@ class Engine(Protocol):
     """Runs handlers: a worker, a Spark pipeline, or an engine of your own."""
 
     def __call__(self, app: App, url: str, until: Callable[[], bool]) -> None:
-        """Run every handler of `app` on the Redis at `url` until `until()` is true, then stop as in production.
+        """Run all handlers of `app`, and its schedules, on the Redis at `url` until `until()` is true, then stop.
 
-        Call `until` several times a second, from one thread, and let its exceptions through after stopping. If a
-        message kills the engine, restart it, as its supervisor would in production.
+        Stop as in production. Call `until` several times a second, from one thread, and let its exceptions through after
+        stopping. If a message kills the engine, restart it, as its supervisor would in production.
         """
 
 
@@ -77,6 +81,8 @@ class Case:
       first message is skipped and the key is unparked
     * `kills`: the handler kills its process: run the case in a process of its own
     * `timers`: how many messages its timers add to its stream; no timer may be left
+    * `schedule`: the function of a schedule of its stream, as for `App.every`, which misses `firings` firings before the
+      engine starts
     """
 
     name: str
@@ -92,11 +98,13 @@ class Case:
     kills: bool = False
     parks: Mapping[bytes, int] = field(default_factory=dict)
     timers: int = 0
+    schedule: Callable[..., Any] | None = None
+    firings: int = 0
 
     @property
     def messages(self) -> int:
         """How many messages its handler commits in the end."""
-        return len(self.entries) + self.timers
+        return len(self.entries) + self.timers + self.firings
 
     @property
     def stream(self) -> str:
@@ -130,12 +138,14 @@ def entry(**fields: str | int | bytes) -> Pairs:
 
 
 def app_of(cases: Iterable[Case]) -> App:
-    """Return an app with the handlers of `cases`."""
+    """Return an app with the handlers and schedules of `cases`."""
     app = App(APP)
     for case in cases:
         options = {"into": case.into, **case.options, "name": case.name}
         streams = () if "announced" in options else (case.stream,)
         app.handler(*streams, **options)(case.function)
+        if case.schedule is not None:
+            app.every(_RARELY, stream=case.stream, missed="all", name=case.name)(case.schedule)
     return app
 
 
@@ -173,12 +183,20 @@ def run_cases(engine: Engine, url: str, cases: Sequence[Case], *, within_s: floa
 
 
 def publish(client: Client, case: Case) -> None:
-    """Publish the entries of `case`; announce its stream, if its handler reads announced streams."""
+    """Publish the entries of `case`; announce its stream, if its handler reads announced streams.
+
+    Its schedule, if it has one, has then missed its firings.
+    """
     commands: list[Command] = [("XADD", case.stream, entry_id(n), *pairs) for n, pairs in enumerate(case.entries)]
     for reply in client.pipeline(commands):
         raise_if_error(reply)
     if "announced" in case.options:
         announce(client, case.options["announced"], case.stream)
+    for schedule in app_of([case]).schedules.values():
+        firings = Firings(client, schedule)
+        record = firings.read()
+        last_ms, *_ = schedule.times.last_between(0, record.now_ms, case.firings + 1)
+        firings.publish(record, last_ms)
 
 
 def verify(client: Client, case: Case) -> None:

@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,17 @@ async def timers_async(message: Message, state: State) -> list[object]:
     """As `timers`."""
     await asyncio.sleep(0)
     return timers(message, state)
+
+
+def fired(message: Message) -> Output:
+    """Return what the message of a firing has, and whether the entry names the time of the firing."""
+    is_firing = "millstream.firing" in message.fields
+    return {"key": message.text("key"), "ago": message.text("ago"), "is_firing": is_firing}
+
+
+def fire(time: datetime) -> Output:
+    """Return the message of a firing: how many periods of the schedule have passed since."""
+    return {"key": "a", "ago": (datetime.now(UTC) - time) // timedelta(days=366)}
 
 
 _TIMED = ("set", "", "set", "cancel")
@@ -459,6 +470,20 @@ KEYED_CASES: tuple[Case, ...] = (
         ],
         order_by="key",
         timers=2,
+    ),
+    Case(
+        name="firings",
+        promise="each firing that a schedule has missed is published once and in order, and processed as any message",
+        function=fired,
+        options={"key": "key"},
+        entries=[entry(key="a", ago="none")],
+        schedule=fire,
+        firings=3,
+        outputs=[
+            {"key": "a", "ago": "none", "is_firing": "false"},
+            *({"key": "a", "ago": ago, "is_firing": "true"} for ago in (2, 1, 0)),
+        ],
+        order_by="key",
     ),
     Case(
         name="limited",

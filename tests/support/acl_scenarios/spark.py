@@ -24,6 +24,7 @@ from tests.support.acl_scenarios.worker import (
     keyed,
     letter,
     move_a_delayed_message,
+    publish_a_firing,
     read_figures,
     reliable,
     take_permits,
@@ -103,8 +104,14 @@ def run_on_spark(url: str, admin: Client) -> None:
         store.with_token(store.new_token(["orders"])).begin_run(["orders"])
         read_figures(client)
         keep_queues(client, admin, KEYS)
-        move_keys(client, admin, "shop", "bill")
-        move_a_delayed_message(client, admin)
+        work_beside_queries(client, admin)
+
+
+def work_beside_queries(client: Client, admin: Client) -> None:
+    """What other threads than those of the queries do: key migration, delayed messages, and schedules."""
+    move_keys(client, admin, "shop", "bill")
+    move_a_delayed_message(client, admin)
+    publish_a_firing(client)
 
 
 def keep_queues(client: Client, admin: Client, keys: HandlerKeys) -> None:

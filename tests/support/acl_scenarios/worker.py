@@ -24,6 +24,7 @@ from millstream.handlers.limits import Share
 from millstream.partitions.key_migration import KeyMigration
 from millstream.partitions.partitions import Partitions
 from millstream.producer.producer import Producer
+from millstream.producer.schedule_loop import ScheduleLoop
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys, worker_name_key
 from millstream.worker import ReadingLoop
@@ -31,7 +32,6 @@ from millstream.worker.delayed_mover import TrackedDelayedMessages
 from millstream.worker.fetching.hinted_key_fetcher import ReadyHints
 from millstream.worker.incarnations import Incarnation, ProcessEnd
 from millstream.worker.ordering.by_partition import ByPartition
-from millstream.worker.schedule_loop import ScheduleLoop
 from millstream.worker.static_membership import StaticMembership
 from tests.support.clocks import ManualClock
 from tests.support.partition_fixtures import BASE, Publisher, Worker, growth_killed_after, moved_key

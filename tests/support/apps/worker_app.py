@@ -177,5 +177,6 @@ streamed.handler(pattern="call:*", name="work", into="out", order="stream", retr
     work_stream
 )
 scheduled.handler("in", name="work", into="out", retry=SHORT)(work)
+scheduled.handler("rest", name="rest", into="out", retry=SHORT)(work)
 for policy in get_args(Missed):
     scheduled.every("1s", stream=f"ticks:{policy}", name=policy, missed=policy)(lambda: {"pid": os.getpid()})

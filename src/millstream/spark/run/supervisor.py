@@ -30,6 +30,7 @@ from millstream.errors import (
     StaleOwner,
     Unavailable,
 )
+from millstream.producer.schedule_loop import ScheduleThreads
 from millstream.redis_client.client import Client
 from millstream.spark.run.connect_guard import refuse_session
 from millstream.spark.run.delayed_mover import move_delayed
@@ -56,7 +57,7 @@ _MAX_STARTING, _INITIALIZING = 2, "Initializing sources"
 
 
 class Supervisor:
-    """Runs every handler and stage of `app` on `spark` until stopped.
+    """Runs every handler and stage of `app` on `spark` until stopped, and publishes the firings of its schedules.
 
     `on_event` receives mappings with an `event` name: started, batch (finished), running (a batch takes long; with a
     `reason` if there is no executor to run it), caught-up (deferred messages were run), restarting, and stopped (with
@@ -93,6 +94,9 @@ class Supervisor:
         self._ended = threading.Event()
         self._environment_ready = self._had_executors = False
         self._executor_check_due_ms = self._no_executors_since_ms = float("-inf")
+        self._schedule_errors: list[BaseException] = []
+        schedules = tuple(app.schedules.values())
+        self._schedules = ScheduleThreads(settings.url, schedules, self._schedule_errors.append, clock)
         self._context = around = RunContext(
             spark=spark,
             settings=settings,
@@ -123,6 +127,7 @@ class Supervisor:
                 self._context.retry_while_unavailable(supervised.prepare, supervised.label)
             threading.Thread(target=self._move_delayed, name="millstream-delayed-mover", daemon=True).start()
             self._begin_run()
+            self._schedules.start()
             for supervised in self._supervised:
                 supervised.start_background()
             while not self._stopping.is_set() and not all(supervised.done for supervised in self._supervised):
@@ -130,6 +135,7 @@ class Supervisor:
                     supervised.watch()
                     self._advance_query(supervised)
                 self._check_executors()
+                self._check_schedules()
                 self._on_watch(self.lag())
                 self._stopping.wait(_WATCH_S)
             if self._paused is not None:
@@ -151,10 +157,13 @@ class Supervisor:
                 ) from error
         finally:
             self._ended.set()
-            drain_until_ms = self._clock.monotonic_ms() + _DRAIN_MS
+            self._schedules.stop()
+            stopped_ms = self._clock.monotonic_ms()
+            drain_until_ms = stopped_ms + _DRAIN_MS
             for supervised in self._supervised:
                 supervised.drain(max(0.0, drain_until_ms - self._clock.monotonic_ms()) / 1000)
             self._stop_queries()
+            self._schedules.join(stopped_ms + _STOP_MS)
             for supervised in self._supervised:
                 supervised.leave()
             if any(supervised.has_started for supervised in self._supervised):
@@ -291,6 +300,11 @@ class Supervisor:
                 "all executors are gone, and the cluster assigns no new ones: the master may have restarted. "
                 "Run the same command again: committed messages are not repeated"
             )
+
+    def _check_schedules(self) -> None:
+        """Raise the error that has ended the thread of a schedule."""
+        if self._schedule_errors:
+            raise self._schedule_errors[0]
 
     def _check_pauses(self) -> None:
         """Raise PipelineFailed if a handler is paused at the end of a run with `once`: it has left messages."""

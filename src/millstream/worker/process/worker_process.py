@@ -13,10 +13,10 @@ from millstream.delivery.reliable_stream import Delivery
 from millstream.errors import ConfigError, HandlerStuck
 from millstream.observability.health import Health
 from millstream.observability.metrics import NO_METRICS, Metrics
+from millstream.producer.schedule_loop import ScheduleThreads
 from millstream.worker.loop import ReadingLoop
 from millstream.worker.policy import LEAST_FROZEN_MS, TIME_LIMIT_GRACE_MS, WorkerPolicy
 from millstream.worker.running.poison_isolation import ProcessIsolation
-from millstream.worker.schedule_loop import ScheduleThreads
 
 logger = logging.getLogger(__name__)
 

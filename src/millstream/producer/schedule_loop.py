@@ -1,4 +1,4 @@
-"""Schedule loop: publishes the firings of one schedule when they are due, beside the handlers of a worker."""
+"""Schedule loop: publishes the firings of one schedule when they are due, beside the handlers of either engine."""
 
 import logging
 import threading
@@ -40,8 +40,8 @@ class ScheduleLoop:
     """Publishes the firings of `schedule` until `stopping`. Any number of processes may run it at once.
 
     It reads the record once for each firing, and sleeps until the next one by the server's clock, at most a minute. The
-    function is called before its firing is published, so that of several workers each may call it for the same firing;
-    one result is published. If it raises, the firing stays due, and is tried again with a back-off.
+    function is called before its firing is published, so that of several processes each may call it for the same
+    firing; one result is published. If it raises, the firing stays due, and is tried again with a back-off.
     """
 
     def __init__(self, client: Client, schedule: Schedule, stopping: threading.Event) -> None:
@@ -174,7 +174,7 @@ class ScheduleLoop:
 
 
 class ScheduleThreads:
-    """The loops of an app's schedules, each in a thread of its own; they share a client.
+    """The loops of an app's schedules, each in a thread of its own; they share a client. Both engines start them.
 
     `on_error` is called with an error that ends a loop.
     """
@@ -188,7 +188,7 @@ class ScheduleThreads:
         self._clock = clock
         self._client: Client | None = None
         self._stopping = threading.Event()
-        self._threads: list[threading.Thread] = []
+        self._threads: list[tuple[Schedule, threading.Thread]] = []
 
     def start(self) -> None:
         """Start the threads."""
@@ -199,7 +199,7 @@ class ScheduleThreads:
             loop = ScheduleLoop(self._client, schedule, self._stopping)
             name = f"millstream-schedule-{schedule.name}"
             thread = threading.Thread(target=self._run, args=(loop,), name=name, daemon=True)
-            self._threads.append(thread)
+            self._threads.append((schedule, thread))
             thread.start()
 
     def stop(self) -> None:
@@ -207,15 +207,15 @@ class ScheduleThreads:
         self._stopping.set()
 
     def join(self, deadline_ms: float) -> None:
-        """Wait for the threads until the deadline, in milliseconds of the clock."""
-        for schedule, thread in zip(self._schedules, self._threads, strict=True):
+        """Wait for the threads that were started until the deadline, in milliseconds of the clock."""
+        for schedule, thread in self._threads:
             thread.join(max(0.0, deadline_ms - self._clock.monotonic_ms()) / 1_000)
             if thread.is_alive():
                 logger.warning(
-                    "schedule %s: a firing was under way at the stop; another worker publishes it, unless this one does",
+                    "schedule %s: a firing was under way at the stop; another process publishes it, unless this one does",
                     schedule.label,
                 )
-        if self._client is not None and not any(thread.is_alive() for thread in self._threads):
+        if self._client is not None and not any(thread.is_alive() for _, thread in self._threads):
             self._client.close()
 
     def _run(self, loop: ScheduleLoop) -> None:
