@@ -460,7 +460,7 @@ def test_what_the_console_cannot_do_is_one_sentence_and_recorded(browser: Browse
 def test_an_action_whose_reply_is_lost_is_not_recorded_as_failed(
     browser: Browser, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lose_the_reply(*_: Any) -> bool:
+    def lose_the_reply(*_: Any, **__: Any) -> bool:
         raise Unavailable("the reply did not arrive", unreachable=True)
 
     def unpark_and_lose_the_reply(*args: Any) -> bool:
