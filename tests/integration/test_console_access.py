@@ -30,6 +30,7 @@ from millstream.services.console.rights import ConsoleTokens
 from millstream.services.console.secure_headers import SECURE_HEADERS
 from millstream.services.console.sessions import FORM_COOKIE, SESSION_COOKIE, Sessions, form_token
 from millstream.services.console.stream_names import StreamNames
+from millstream.services.console.stream_ranking import StreamRanking
 from millstream.services.console.views import PAGES
 from tests.support.commandline import call
 from tests.support.consoles import (
@@ -58,6 +59,7 @@ RIGHTS = {
     ("GET", "/stuck"): "payloads",
     ("POST", "/stuck/unpark"): "operate",
     ("GET", "/find"): "figures",
+    ("GET", "/handlers"): "figures",
     ("GET", "/handler"): "figures",
     ("POST", "/handler/pause"): "operate",
     ("POST", "/handler/resume"): "operate",
@@ -127,7 +129,8 @@ def test_every_route_is_in_the_table_of_rights_or_is_open_to_all(client: Client,
     tokens.read(write_tokens(tmp_path))
     guard = make_guard(clients, tokens, None)
     names, redrives = StreamNames(client.url), RedriveThreads(client.url)
-    app = make_console(ConsoleParts(clients=clients, guard=guard, names=names, redrives=redrives))
+    ranking = StreamRanking(client.url, names)
+    app = make_console(ConsoleParts(clients=clients, guard=guard, names=names, ranking=ranking, redrives=redrives))
     routes = [one for one in app.routes if isinstance(one, Route)]
     assert len(routes) == len(app.routes)
     found = {(method, one.path) for one in routes for method in (one.methods or ()) if method != "HEAD"}

@@ -16,9 +16,11 @@ from millstream.admin.key_queues import count_parked, read_queues, unpark
 from millstream.admin.worker_drains import find_worker
 from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.dead_letter_queue import DeadLetterFilter, DeadLetterQueue
+from millstream.delivery.delayed_messages import DelayedMessages
 from millstream.delivery.keyed_stream import LeaseRelease, queue_of_key
 from millstream.errors import MillstreamError, Unavailable
 from millstream.handlers.dead_letter import DeadLetter
+from millstream.producer import Producer
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys, audit_key
 from millstream.services.console.views import keys
@@ -411,6 +413,29 @@ def test_a_dead_letter_is_shown_in_full(browser: Browser) -> None:
         assert shown in page.text, shown
 
 
+def test_every_delayed_message_is_reached_page_by_page_and_one_of_the_last_page_is_cancelled(
+    browser: Browser, client: Client
+) -> None:
+    with Producer(client.url) as producer:
+        for n in range(210):
+            producer.publish("later", {"n": n}, delay_ms=3_600_000)
+    seen: list[str] = []
+    path: str | None = "/delayed?stream=later"
+    while path:
+        page = browser.get(path)
+        seen += re.findall(r'<section data-key="([^"]+)">', page.html)
+        path = next((one for one in page.links if "after=" in one and "refresh" not in one), None)
+    assert seen == [one.id for one in DelayedMessages(client).find("later", limit=1_000)]
+    assert len(seen) == 210
+    assert "210 wait. These are due later than those before: the first ones." in page.text
+    question = browser.send(page, "/delayed/cancel")
+    assert "after=" in next(one for one in question.links if one.startswith("/delayed?stream=later"))
+    page = browser.send(question, "/delayed/cancel")
+    assert "The message is cancelled." in page.text
+    assert re.findall(r'<section data-key="([^"]+)">', page.html) == seen[201:]
+    assert browser.get("/delayed?stream=later&after=nonsense").status == 400
+
+
 def test_a_delayed_message_is_cancelled_once_that_is_confirmed(browser: Browser, client: Client) -> None:
     page = browser.get("/delayed?stream=orders")
     assert "text x" in page.text
@@ -435,7 +460,7 @@ def test_what_the_console_cannot_do_is_one_sentence_and_recorded(browser: Browse
 def test_an_action_whose_reply_is_lost_is_not_recorded_as_failed(
     browser: Browser, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lose_the_reply(*_: Any) -> bool:
+    def lose_the_reply(*_: Any, **__: Any) -> bool:
         raise Unavailable("the reply did not arrive", unreachable=True)
 
     def unpark_and_lose_the_reply(*args: Any) -> bool:

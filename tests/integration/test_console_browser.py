@@ -32,6 +32,7 @@ PAGES = (
     *(
         "/",
         "/stuck",
+        "/handlers",
         "/handler?name=shop.pay",
         "/key?handler=shop.pay&key=parked+x",
         "/letters?handler=shop.pay",
@@ -173,7 +174,7 @@ def test_each_page_keeps_its_policy_fits_its_window_has_contrast_and_labels_pass
             is_usable(browser, axe, path)
         visit(browser, f"{console.url}/handler?name=none.none", shows="main")
         assert violations(browser, axe) == {}, "a page that is not there"
-        visit(browser, f"{console.url}{PAGES[3]}")
+        visit(browser, f"{console.url}{PAGES[4]}")
         press(browser, "form[action='/key/reset'] button", "Yes, do it")
         is_usable(browser, axe, "a confirmation")
         visit(browser, f"{console.url}/letters?handler=shop.pay")

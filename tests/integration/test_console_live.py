@@ -29,6 +29,7 @@ from millstream.services.console.redrive_threads import RedriveThreads
 from millstream.services.console.rights import ConsoleTokens, Level
 from millstream.services.console.sessions import SESSION_COOKIE, Sessions
 from millstream.services.console.stream_names import StreamNames
+from millstream.services.console.stream_ranking import StreamRanking
 from millstream.services.console.views import PAGES
 from tests.support.accessibility import Axe
 from tests.support.browser import Browser, Chromium
@@ -48,6 +49,7 @@ LIVE = (
     *(
         "/",
         "/stuck",
+        "/handlers",
         "/handler?name=shop.pay",
         "/letters?handler=shop.pay",
         "/streams",
@@ -80,8 +82,15 @@ def renewal_commands(url: str, folder: Path, path: str, viewers: int) -> Counter
     seen = LiveReads[Mapping[bytes, bool]](keep_ms=HOUR_MS)
     guard = dataclasses.replace(guard, ended=EndedSessions(clients, reads=seen))
     names = StreamNames(url, wait_ms=HOUR_MS)
-    live, redrives = LiveReads[bytes](keep_ms=HOUR_MS), RedriveThreads(url)
-    app = make_console(ConsoleParts(clients=clients, guard=guard, names=names, redrives=redrives, live=live))
+    parts = ConsoleParts(
+        clients=clients,
+        guard=guard,
+        names=names,
+        ranking=StreamRanking(url, names),
+        redrives=RedriveThreads(url),
+        live=LiveReads(keep_ms=HOUR_MS),
+    )
+    app = make_console(parts)
     known = tokens.viewer_of(TOKENS["admin"])
     assert known is not None
     sessions = [guard.sessions.issue(known[0]) for _ in range(viewers)]

@@ -20,6 +20,7 @@ from millstream.services.console.redrive_threads import RedriveThreads
 from millstream.services.console.rights import ConsoleTokens
 from millstream.services.console.sessions import FORM_COOKIE, KNOWN_COOKIE, SESSION_COOKIE
 from millstream.services.console.stream_names import StreamNames
+from millstream.services.console.stream_ranking import StreamRanking
 from tests.support.consoles import Browser, client_of, console, write_tokens
 
 pytestmark = [pytest.mark.cli]
@@ -41,7 +42,9 @@ def console_at(now_s: Callable[[], float], url: str, folder: Path) -> Iterator[B
     tokens.read(write_tokens(folder))
     guard = replace(make_guard(clients, tokens, None), limits=LoginLimits(monotonic=now_s))
     names, redrives = StreamNames(url), RedriveThreads(url)
-    with client_of(make_console(ConsoleParts(clients=clients, guard=guard, names=names, redrives=redrives))) as http:
+    ranking = StreamRanking(url, names)
+    parts = ConsoleParts(clients=clients, guard=guard, names=names, ranking=ranking, redrives=redrives)
+    with client_of(make_console(parts)) as http:
         yield Browser(http)
 
 

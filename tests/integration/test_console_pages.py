@@ -78,7 +78,19 @@ def test_every_link_leads_to_a_page_and_each_page_has_one_heading(client: Client
     assert [path for path, page in seen.items() if page.html.count("<h1>") != 1] == []
     paths = {path.partition("?")[0] for path in seen}
     assert paths == {
-        *("/", "/stuck", "/handler", "/key", "/letters", "/letter", "/letter/edit", "/streams", "/stream", "/tail"),
+        *(
+            "/",
+            "/stuck",
+            "/handlers",
+            "/handler",
+            "/key",
+            "/letters",
+            "/letter",
+            "/letter/edit",
+            "/streams",
+            "/stream",
+            "/tail",
+        ),
         *("/group", "/workers", "/queries", "/delayed", "/redis", "/audit"),
     }
 
@@ -117,11 +129,8 @@ def test_the_longest_oldest_and_latest_streams_come_first_if_that_is_asked_for(
     for order, names in (("lag", "bcad"), ("entries", "abcd"), ("oldest", "abcd")):
         page = browser.get(next(one for one in page.links if f"order={order}" in one))
         assert "".join(name for name, _ in rows(page)) == names, order
-    client.pipeline([("XADD", f"calls:{n}", "*", "n", n) for n in range(1_000)])
-    eventually(lambda: "1,004 found" in browser.get("/streams?prefix=calls:").text, "all names")
-    page = browser.get("/streams?prefix=calls:&order=lag")
-    assert "Give a beginning that at most 1,000 streams have" in page.text
-    assert rows(page)[0] == ("0", "-")
+    own = browser.get("/streams?prefix=millstream:&order=lag")
+    assert "Give a beginning" not in own.text, "they are few"
 
 
 def rows(page: Page) -> list[tuple[str, str]]:

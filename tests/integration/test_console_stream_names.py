@@ -10,19 +10,13 @@ from millstream.errors import Unavailable
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.services.console import Level
-from millstream.services.console.app import ConsoleParts, make_console
-from millstream.services.console.client_pool import ClientPool
-from millstream.services.console.guard import make_guard
-from millstream.services.console.redrive_threads import RedriveThreads
-from millstream.services.console.rights import ConsoleTokens
 from millstream.services.console.stream_names import StreamNames
 from tests.support.command_stats import commands_run
-from tests.support.consoles import Browser, authorized, client_of, fill_with, write_tokens
+from tests.support.console_parts import HOUR_MS, console_with
+from tests.support.consoles import authorized, fill_with
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.cli, pytest.mark.usefixtures("unhurried")]
-
-HOUR_MS = 3_600_000.0
 
 
 class HeldClock:
@@ -108,13 +102,7 @@ def test_names_of_a_scan_of_many_pages_count_as_new_for_longer(client: Client, c
 def test_too_many_streams_are_searched_by_prefix(filled: Client, tmp_path: Path) -> None:
     names = StreamNames(filled.url, wait_ms=HOUR_MS, most=2)
     assert names.find("a") is None
-    tokens, clients = ConsoleTokens(), ClientPool(filled.url)
-    tokens.read(write_tokens(tmp_path))
-    guard, redrives = make_guard(clients, tokens, None), RedriveThreads(filled.url)
-    app = make_console(ConsoleParts(clients=clients, guard=guard, names=names, redrives=redrives))
-    with client_of(app) as http:
-        browser = Browser(http)
-        browser.log_in("figures")
+    with console_with(filled.url, tmp_path, names=names) as (_, browser):
         assert "2 found, these are 1 to 2." in browser.get("/streams?prefix=a").text
         assert "Redis had these streams at" not in browser.get("/streams?prefix=a").text
 

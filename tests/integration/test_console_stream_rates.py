@@ -1,23 +1,16 @@
 """The list of streams shows how many entries a second each gets, the busiest first if that is asked for."""
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from millstream.clock import Clock
 from millstream.redis_client.client import Client
-from millstream.services.console.app import ConsoleParts, make_console
-from millstream.services.console.client_pool import ClientPool
-from millstream.services.console.guard import make_guard
-from millstream.services.console.redrive_threads import RedriveThreads
-from millstream.services.console.rights import ConsoleTokens
 from millstream.services.console.stream_names import StreamNames
 from millstream.services.console.stream_rates import StreamRates
 from tests.support.clocks import ManualClock
-from tests.support.consoles import Browser, Page, client_of, write_tokens
+from tests.support.console_parts import HOUR_MS, console_with
+from tests.support.consoles import Browser, Page
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.cli]
@@ -35,25 +28,6 @@ def rates(page: Page) -> list[tuple[str, str]]:
     return re.findall(row, page.html, re.DOTALL)
 
 
-@contextmanager
-def consoled(client: Client, folder: Path, clock: Clock) -> Iterator[tuple[ConsoleParts, Browser]]:
-    """A console whose rates have this clock, and a browser that has logged in."""
-    tokens, clients = ConsoleTokens(), ClientPool(client.url)
-    tokens.read(write_tokens(folder))
-    parts = ConsoleParts(
-        clients=clients,
-        guard=make_guard(clients, tokens, None),
-        names=StreamNames(client.url, keep_ms=0, wait_ms=3_600_000),
-        rates=StreamRates(clock),
-        redrives=RedriveThreads(client.url),
-    )
-    with client_of(make_console(parts)) as http:
-        browser = Browser(http)
-        browser.log_in("figures")
-        yield parts, browser
-    clients.close()
-
-
 def test_the_busiest_streams_come_first_once_the_console_has_read_them_twice(client: Client, tmp_path: Path) -> None:
     add(client, a=30, b=20, c=10)
     clock = ManualClock()
@@ -64,7 +38,8 @@ def test_the_busiest_streams_come_first_once_the_console_has_read_them_twice(cli
         parts.shared.clear()
         return browser.get(path)
 
-    with consoled(client, tmp_path, clock) as (parts, browser):
+    names = StreamNames(client.url, keep_ms=0, wait_ms=HOUR_MS)
+    with console_with(client.url, tmp_path, names=names, rates=StreamRates(clock)) as (parts, browser):
         page = read(browser, "/streams?prefix=calls:")
         assert rates(page) == [("a", "-"), ("b", "-"), ("c", "-")]
         assert UNKNOWN in page.text
@@ -89,5 +64,5 @@ def test_a_rate_is_by_the_time_at_which_the_read_began(client: Client, tmp_path:
             return super().monotonic_ms()
 
     add(client, a=1)
-    with consoled(client, tmp_path, Adding()) as (_, browser):
+    with console_with(client.url, tmp_path, rates=StreamRates(Adding())) as (_, browser):
         assert re.search(r'calls%3Aa".*?<td class="n">2</td>', browser.get("/streams?prefix=calls:").html, re.DOTALL)

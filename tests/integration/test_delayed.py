@@ -379,3 +379,20 @@ def test_the_command_lists_delayed_messages_in_due_order_and_cancels_them(client
     assert call("delayed", "list", "s", url=client.url).err == "there are no delayed messages for s\n"
     client.execute("SET", StreamKeys("s").due, "of another program")
     assert call("delayed", "list", "s", url=client.url).code == 1
+
+
+def test_messages_behind_another_are_found_also_where_thousands_are_due_at_once(client: Client) -> None:
+    due_ms = 4_000_000_000_000
+    keys, ids = StreamKeys("s"), [f"{n:05}" for n in range(2_500)]
+    client.pipeline([("ZADD", keys.due, due_ms, one) for one in ids])
+    client.pipeline([("HSET", keys.delayed, one, b"\x90") for one in ids])
+    client.execute("ZADD", keys.due, due_ms + 1, "00000 later")
+    client.execute("HSET", keys.delayed, "00000 later", b"\x90")
+    delayed = DelayedMessages(client)
+    after: tuple[int, str] | None = None
+    seen: list[str] = []
+    while found := delayed.find("s", limit=600, after=after):
+        seen += [one.id for one in found]
+        after = found[-1].due_ms, found[-1].id
+        delayed.cancel("s", [found[-1].id])
+    assert seen == [*ids, "00000 later"]

@@ -8,14 +8,9 @@ from millstream.admin.stuck_places import StuckPlaces, StuckScan
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.key_names import HandlerKeys
-from millstream.services.console.app import ConsoleParts, make_console
-from millstream.services.console.client_pool import ClientPool
-from millstream.services.console.guard import make_guard
-from millstream.services.console.redrive_threads import RedriveThreads
-from millstream.services.console.rights import ConsoleTokens
-from millstream.services.console.stream_names import StreamNames
 from tests.support.clocks import ManualClock
-from tests.support.consoles import Browser, client_of, fill_with, write_tokens
+from tests.support.console_parts import console_with
+from tests.support.consoles import fill_with
 from tests.support.deployments import lent_cluster
 
 pytestmark = [pytest.mark.cli]
@@ -116,18 +111,8 @@ def test_several_clients_continue_the_scan_of_a_cluster(request: pytest.FixtureR
 def test_the_page_of_what_is_stuck_continues_its_search_at_each_read(client: Client, tmp_path: Path) -> None:
     fill_with(client, "x")
     fill(client)
-    tokens, clients = ConsoleTokens(), ClientPool(client.url)
-    tokens.read(write_tokens(tmp_path))
-    parts = ConsoleParts(
-        clients=clients,
-        guard=make_guard(clients, tokens, None),
-        names=StreamNames(client.url),
-        stuck=StuckScan(most=1_000, budget_ms=0),
-        redrives=RedriveThreads(client.url),
-    )
-    with client_of(make_console(parts)) as http:
-        browser = Browser(http)
-        browser.log_in("payloads")
+    stuck = StuckScan(most=1_000, budget_ms=0)
+    with console_with(client.url, tmp_path, "payloads", stuck=stuck) as (parts, browser):
         texts = [browser.get("/stuck").text]
         while "There may be more" in texts[-1]:
             parts.shared.clear()
@@ -138,4 +123,3 @@ def test_the_page_of_what_is_stuck_continues_its_search_at_each_read(client: Cli
     assert "parked x shop.pay parked 3" in texts[-1]
     assert "what got stuck since 20" in texts[-1]
     assert "shop.pay 1 1" in texts[-1], "the dead letter"
-    clients.close()

@@ -6,10 +6,13 @@ import pytest
 
 from millstream.admin import examined_data, figure_history
 from millstream.admin.inspection import find_stream_names, inspect
+from millstream.admin.key_places import find_key_places
 from millstream.admin.search import search
+from millstream.admin.worker_reports import read_workers
 from millstream.services.console import app
 from millstream.services.console.stream_names import StreamNames
-from millstream.services.console.views import finding, streams
+from millstream.services.console.stream_ranking import StreamRanking
+from millstream.services.console.views import finding, keys, streams, workers
 
 _HOUR_MS = 3_600_000.0
 
@@ -19,5 +22,8 @@ def lengthen_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (examined_data, figure_history):
         monkeypatch.setattr(module, inspect.__name__, partial(inspect, budget_ms=_HOUR_MS))
     monkeypatch.setattr(app, StreamNames.__name__, partial(StreamNames, wait_ms=_HOUR_MS))
+    monkeypatch.setattr(app, StreamRanking.__name__, partial(StreamRanking, wait_ms=_HOUR_MS))
+    monkeypatch.setattr(keys, find_key_places.__name__, partial(find_key_places, budget_ms=_HOUR_MS))
+    monkeypatch.setattr(workers, read_workers.__name__, partial(read_workers, budget_ms=_HOUR_MS))
     monkeypatch.setattr(streams, find_stream_names.__name__, partial(find_stream_names, budget_ms=_HOUR_MS))
     monkeypatch.setattr(finding, search.__name__, partial(search, budget_ms=_HOUR_MS))

@@ -14,6 +14,7 @@ from millstream.services.console.redrive_threads import RedriveThreads
 from millstream.services.console.rights import ConsoleTokens
 from millstream.services.console.secure_headers import SECURE_HEADERS
 from millstream.services.console.stream_names import StreamNames
+from millstream.services.console.stream_ranking import StreamRanking
 from millstream.services.web.connections import Limits
 from millstream.services.web.http_server import Server
 from millstream.services.web.listen import listen, url_of
@@ -29,10 +30,12 @@ class ConsoleThread:
     def __init__(self, redis_url: str, token_file: Path, *, port: int = 0, renew_ms: float = 300.0) -> None:
         tokens, self._clients = ConsoleTokens(), ClientPool(redis_url)
         tokens.read(token_file)
+        names = StreamNames(redis_url, keep_ms=renew_ms, wait_ms=_HOUR_MS)
         parts = ConsoleParts(
             clients=self._clients,
             guard=make_guard(self._clients, tokens, token_file),
-            names=StreamNames(redis_url, keep_ms=renew_ms, wait_ms=_HOUR_MS),
+            names=names,
+            ranking=StreamRanking(redis_url, names),
             redrives=RedriveThreads(redis_url),
             live=LiveReads(keep_ms=renew_ms),
         )

@@ -31,6 +31,7 @@ HANDLER = HandlerReport(
     consumers=1,
     workers=("w-0",),
     pending=0,
+    in_flight=0,
     oldest_pending_age_ms=None,
     committed=0,
     processed=0,

@@ -32,7 +32,8 @@ class ReaderReport:
       streams. `lag_min`, `lag_avg`, `lag_max`: the same per stream
     * `largest_lags`: the streams with the largest lags, and these, up to twenty
     * `oldest_age_ms`: age of the first uncommitted entry
-    * `pending`: entries in flight, or deferred by Spark
+    * `pending`: entries in flight, in key queues, or deferred by Spark; `in_flight`: those of them that workers have; None
+      if unknown, as for stages and groups
     * `parked`, `backing_off`: parked keys, and keys that wait for the next attempt: both are stuck
     * `blocked`: keys whose first message is retried without end, whether they back off or run again just now
     * `dead_letters`: dead letters in Redis
@@ -55,6 +56,7 @@ class ReaderReport:
     largest_lags: tuple[tuple[str, int], ...]
     oldest_age_ms: int | None
     pending: int
+    in_flight: int | None
     parked: int
     backing_off: int
     blocked: int
@@ -137,6 +139,7 @@ def _summed(
         largest_lags=tuple(largest[:_LARGEST]),
         oldest_age_ms=_oldest(report.oldest_age_ms for report in reports),
         pending=sum(report.pending for report in reports),
+        in_flight=sum(one.in_flight for one in handlers) if kind == "handler" else None,
         parked=sum(one.parked for one in handlers),
         backing_off=sum(one.backing_off for one in handlers),
         blocked=sum(one.blocked for one in handlers),

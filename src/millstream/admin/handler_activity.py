@@ -9,6 +9,7 @@ from millstream.admin.key_queues import blocked_queues, having_stuck_keys
 from millstream.admin.liveness import announced_workers, find_runs
 from millstream.admin.redis_metrics import KnownPlaces, Places
 from millstream.clock import SYSTEM_CLOCK, Clock
+from millstream.delivery.run_times import RunSummary, read_run_times, summarize_runs
 from millstream.errors import AccessDenied, WrongType
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
@@ -27,6 +28,7 @@ class HandlerActivity:
     * `blocked`: keys whose first message has failed all its attempts or waits for newer code, and is retried without end, on
       up to 100 streams
     * `workers`: workers that their supervisors announce, and runs on Spark
+    * `runs`: how long its runs took on workers, and how many are repeated
     """
 
     handler: str
@@ -34,6 +36,7 @@ class HandlerActivity:
     committed_per_s: float | None
     blocked: int
     workers: int
+    runs: RunSummary
 
     @property
     def is_paused(self) -> bool:
@@ -83,7 +86,9 @@ class ActivityReader:
         self.hidden = len(denied)
         if denied and not readings:
             raise denied[0]
-        workers = self._count_workers([some[0] for label, some in places.items() if label in readings])
+        handlers = [some[0] for label, some in places.items() if label in readings]
+        workers = self._count_workers(handlers)
+        runs = read_run_times(self._client, [(keys.app, keys.handler) for keys in handlers])
         found = [
             HandlerActivity(
                 handler=label,
@@ -91,6 +96,7 @@ class ActivityReader:
                 committed_per_s=_rate(self._before.get(label), reading),
                 blocked=self._count_blocked(places[label], reading.figures),
                 workers=workers[label],
+                runs=summarize_runs(runs[places[label][0].app, places[label][0].handler]),
             )
             for label, reading in readings.items()
         ]

@@ -94,7 +94,12 @@ class _Place(msgspec.Struct):
     @property
     def queued_count(self) -> int:
         """The entries that no worker has: they wait in key queues."""
-        return sum(int(count) for name, count in self.pending[3] or () if from_wire(name) == WAITING)
+        return count_queued(self.pending[3])
+
+
+def count_queued(consumers: Reply) -> int:
+    """How many entries no worker has, by the consumers and their counts of XPENDING; None for no pending entry."""
+    return sum(int(count) for name, count in consumers or () if from_wire(name) == WAITING)
 
 
 def read_figures(client: Client, places: Sequence[HandlerKeys], clock: Clock, *, at_least: int = 0) -> HandlerFigures:

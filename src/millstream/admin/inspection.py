@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from millstream.admin.group_lag import complete_groups, has_stage_group, other_groups
+from millstream.admin.handler_figures import count_queued
 from millstream.admin.key_queues import KeyQueue, blocked_queues
 from millstream.admin.lag import StreamLag, age_ms, count_lags, estimate_lag
 from millstream.admin.liveness import find_runs, find_workers
@@ -337,10 +338,14 @@ def _lag_of(
 
 @dataclass(frozen=True, slots=True)
 class _Workers:
-    """The group of a handler and its first pending entry, which is in flight on a worker or deferred by Spark."""
+    """The group of a handler, its first pending entry, and how many of its pending entries workers have.
+
+    The others wait in key queues, or are deferred by Spark.
+    """
 
     group: GroupReport
     first_pending: str | None
+    in_flight: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -426,10 +431,12 @@ def _workers(
     replies = send_all(client, [("XPENDING", to_wire(keys.stream), keys.group) for keys in groups])
     # The group may have been deleted, or the right revoked, meanwhile.
     gone = [isinstance(one, GroupMissing) or (isinstance(one, AccessDenied) and one.concerns_key) for one in replies]
-    lowest = [None if is_gone else raise_if_error(one)[1] for one, is_gone in zip(replies, gone, strict=True)]
+    known = [
+        (0, None, None, None) if is_gone else raise_if_error(one) for one, is_gone in zip(replies, gone, strict=True)
+    ]
     return {
-        keys: _Workers(group, first.decode() if first else None)
-        for (keys, group), first in zip(groups.items(), lowest, strict=True)
+        keys: _Workers(group, first.decode() if first else None, count - count_queued(consumers))
+        for (keys, group), (count, first, _, consumers) in zip(groups.items(), known, strict=True)
     }
 
 
@@ -474,6 +481,7 @@ def _handler_reports(
             consumers=len(names),
             workers=tuple(names),
             pending=pending,
+            in_flight=group.in_flight if group else 0,
             oldest_pending_age_ms=age_ms(first_pending, now_ms) if first_pending else None,
             dead_letters=meta.dead_letters,
             parked=meta.parked,

@@ -46,13 +46,17 @@ class KeyDetails:
         return bool(self.report.queue or self.state or self.state_problem or self.report.dead_letters)
 
 
-def read_key(client: Client, places: Sequence[HandlerKeys], key: bytes, *, most: int = 20) -> list[KeyDetails]:
+def read_key(
+    client: Client, places: Sequence[HandlerKeys], key: bytes, *, is_only: bool, most: int = 20
+) -> list[KeyDetails]:
     """Read a key of a handler on these streams, with at most `most` entries of each.
 
-    Raises MillstreamError if the handler has no key, and RedisError.
+    `is_only`: whether the handler has run on one stream alone. Raises MillstreamError if the handler has no key, and
+    RedisError.
     """
     by_stream = {keys.stream: keys for keys in places}
-    return [_read(client, by_stream[one.handler.stream], one, most) for one in inspect_key(client, places, key)]
+    found = inspect_key(client, places, key, is_only=is_only)
+    return [_read(client, by_stream[one.handler.stream], one, most) for one in found]
 
 
 def _read(client: Client, keys: HandlerKeys, report: KeyReport, most: int) -> KeyDetails:

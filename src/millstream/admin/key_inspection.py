@@ -24,10 +24,13 @@ _MOST_LETTERS = 1_000
 """How many of the newest dead letters of a handler on a stream are searched for those of the key."""
 
 
-def inspect_key(client: Client, places: Sequence[HandlerKeys], key: bytes) -> list[KeyReport]:
+def inspect_key(
+    client: Client, places: Sequence[HandlerKeys], key: bytes, *, is_only: bool | None = None
+) -> list[KeyReport]:
     """The reports of a key of a handler, on each of its streams `places` that this user may access.
 
-    Raises MillstreamError if the handler has no key, and RedisError.
+    `is_only`: whether the handler has run on one stream alone; None: `places` are all of its streams. Raises
+    MillstreamError if the handler has no key, and RedisError.
     """
     by_stream = {keys.stream: keys for keys in places}
     handlers = inspect_handlers(client, places)
@@ -38,8 +41,8 @@ def inspect_key(client: Client, places: Sequence[HandlerKeys], key: bytes) -> li
         )
     long_runs = read_long_runs(client, {places[0].app})
     now_ms = server_time_ms(client)
-    only = len(places) == 1
-    return [_read(client, by_stream[one.stream], one, key, long_runs, now_ms, is_only=only) for one in handlers]
+    is_only = len(places) == 1 if is_only is None else is_only
+    return [_read(client, by_stream[one.stream], one, key, long_runs, now_ms, is_only=is_only) for one in handlers]
 
 
 def _read(

@@ -62,7 +62,8 @@ class HandlerReport(msgspec.Struct, frozen=True, kw_only=True):
     * `lag`: uncommitted entries; None if unknown. A lower bound unless `lag_exact`
     * `oldest_age_ms`: age of the first uncommitted entry
     * `consumers`: number of live workers, or runs on Spark; `workers`: their names
-    * `pending`: entries in flight on all workers, or deferred by Spark
+    * `pending`: entries that workers have, that wait in key queues, or that are deferred by Spark; `in_flight`: those that
+      workers have
     * `oldest_pending_age_ms`: age of the first pending entry
     * `processed`, `dead`: totals of messages that were processed, and that became dead letters; `committed`: both
     * `written`, `refused`: totals of written outputs, and of commits refused because another run had made them
@@ -89,6 +90,7 @@ class HandlerReport(msgspec.Struct, frozen=True, kw_only=True):
     consumers: int
     workers: tuple[str, ...]
     pending: int
+    in_flight: int
     oldest_pending_age_ms: int | None
     committed: int
     processed: int

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 from millstream.admin.inspection import inspect_streams
 from millstream.admin.lag import StreamLag, count_lags, estimate_lag
-from millstream.admin.reports import StreamReport
+from millstream.admin.reports import GroupReport, StreamReport
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.redis_client.client import Client
 
@@ -53,6 +53,23 @@ def ordered(found: Sequence[ListedStream], order: StreamOrder) -> list[ListedStr
         "rate": lambda one: (one.rate is not None, one.rate or 0),
     }
     return sorted(found, key=figures[order], reverse=True)
+
+
+def known_lag(stream: StreamReport) -> int | None:
+    """The lag of the last group of a stream, without counting entries; None without a group.
+
+    Where Redis does not know how many entries a group has read, all that the stream has count, which is the most it can be.
+    """
+    return max((one.pending + _unread(stream, one) for one in stream.groups), default=None)
+
+
+def _unread(stream: StreamReport, group: GroupReport) -> int:
+    lag = estimate_lag(stream, group.last_delivered_id)
+    if not lag.is_partial:
+        return lag.count or 0
+    return (
+        stream.length if group.entries_read is None else min(stream.length, max(0, stream.added - group.entries_read))
+    )
 
 
 def _listed(stream: StreamReport, lags: Mapping[tuple[str, str], StreamLag]) -> ListedStream:

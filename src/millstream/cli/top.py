@@ -112,4 +112,7 @@ def _as_json(one: HandlerActivity) -> dict[str, Any]:
         "dead_letters": figures.dead_letters.total(),
         "delayed": figures.delayed,
         "alive": one.workers,
+        "p50_ms": one.runs.p50_ms,
+        "p99_ms": one.runs.p99_ms,
+        "retried_per_s": one.runs.retried_per_s,
     }

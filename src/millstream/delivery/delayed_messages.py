@@ -24,6 +24,7 @@ CANCEL_DELAYED = Script("producer/cancel_delayed")
 
 _MOST_MESSAGES = 500
 _MOST_BYTES = 1_000_000
+_READ_AT_ONCE = 1_000
 _LAST_MS = 253_402_300_799_999  # the last of the year 9999, which dates go up to
 _RAW_HEADS = {0xD9: 2, 0xDA: 3, 0xDB: 5}
 
@@ -119,16 +120,34 @@ class DelayedMessages:
         waiting: int = self._client.execute("ZCARD", to_wire(StreamKeys(stream).due))
         return waiting
 
-    def find(self, stream: str, *, limit: int = 100) -> list[DelayedMessage]:
-        """Return the first `limit` delayed messages of `stream`, in due order. Those moved meanwhile are left out."""
+    def find(self, stream: str, *, limit: int = 100, after: tuple[int, str] | None = None) -> list[DelayedMessage]:
+        """Return the first `limit` delayed messages of `stream`, in due order. Those moved meanwhile are left out.
+
+        `after`: when a message is due (Unix milliseconds), and its id: those behind it, also if it was moved.
+        """
         k = StreamKeys(stream)
-        found = list(pairs_of(self._client.execute("ZRANGE", to_wire(k.due), 0, limit - 1, "WITHSCORES")))
+        if after is None:
+            found = list(pairs_of(self._client.execute("ZRANGE", to_wire(k.due), 0, limit - 1, "WITHSCORES")))
+        else:
+            found = self._ids_behind(k, after, limit)
         values = call_all(self._client, [("HGET", to_wire(k.delayed), one) for one, _ in found])
         return [
             _read(stream, one, score, packed)
             for (one, score), packed in zip(found, values, strict=True)
             if packed is not None
         ]
+
+    def _ids_behind(self, k: StreamKeys, after: tuple[int, str], limit: int) -> list[tuple[bytes, bytes]]:
+        """The ids behind a position, with their scores. Of those that are due at the same time the id decides."""
+        due_ms, last = after[0], to_wire(after[1])
+        found: list[tuple[bytes, bytes]] = []
+        at, is_more = 0, True
+        while is_more and len(found) < limit:
+            bounds = (due_ms, "+inf", "BYSCORE", "LIMIT", at, _READ_AT_ONCE, "WITHSCORES")
+            page = list(pairs_of(self._client.execute("ZRANGE", to_wire(k.due), *bounds)))
+            found += [(one, score) for one, score in page if (float(score), one) > (due_ms, last)]
+            at, is_more = at + len(page), len(page) == _READ_AT_ONCE
+        return found[:limit]
 
     def count_waiting(self, stream: str, ids: Sequence[str]) -> int:
         """Return how many of these messages are still delayed."""

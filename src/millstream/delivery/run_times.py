@@ -31,6 +31,28 @@ class RunTimes(msgspec.Struct, frozen=True, kw_only=True):
     longest_ms: float | None
 
 
+class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """The runs of a handler that ended on all its workers in the last minute.
+
+    * `p50_ms`: the median of the medians of its workers; `p99_ms`: the greatest of theirs; None if no run ended
+    * `retried_per_s`: failed runs that will be repeated, per second
+    """
+
+    p50_ms: float | None
+    p99_ms: float | None
+    retried_per_s: float
+
+
+def summarize_runs(found: Sequence[RunTimes]) -> RunSummary:
+    """Sum up the reports of the workers of one handler."""
+    medians = sorted(one.p50_ms for one in found if one.p50_ms is not None)
+    return RunSummary(
+        p50_ms=medians[len(medians) // 2] if medians else None,
+        p99_ms=max((one.p99_ms for one in found if one.p99_ms is not None), default=None),
+        retried_per_s=sum((one.retried * 1000 / one.over_ms for one in found if one.over_ms > 0), 0.0),
+    )
+
+
 def report_run_times(
     client: Client, app: str, handler: str, found: RunTimes | None, *, earlier: RunTimes | None = None
 ) -> None:

@@ -33,6 +33,14 @@ class RunningCode(msgspec.Struct, frozen=True, kw_only=True):
     key_field: str | None = None
 
 
+class WorkersCode(msgspec.Struct, frozen=True, kw_only=True):
+    """The workers of one supervisor, and the code with which they run a handler: as in RunningCode."""
+
+    workers: tuple[str, ...]
+    version: str
+    source: str
+
+
 def code_of(
     handlers: Iterable[Handler], *, engine: Literal["workers", "spark"], version: str
 ) -> dict[str, RunningCode]:
@@ -49,12 +57,23 @@ def code_of(
     }
 
 
-def report_code(client: Client, app: str, running: Mapping[str, RunningCode], *, held_ms: int = HELD_MS) -> None:
+def report_code(
+    client: Client,
+    app: str,
+    running: Mapping[str, RunningCode],
+    *,
+    workers: Sequence[str] = (),
+    held_ms: int = HELD_MS,
+) -> None:
     """Report the code of handlers, by their names, in one round trip; repeat it before `held_ms`; 0 removes the reports.
 
-    Others that run the same code report it again within seconds. Raises RedisError.
+    `workers`: those that run it. Others that run the same code report it again within seconds. Raises RedisError.
     """
-    hold_members(client, held_ms, {running_code_key(app, handler): (code,) for handler, code in running.items()})
+    hold_members(
+        client,
+        held_ms,
+        {running_code_key(app, handler): (code, *_of_workers(code, workers)) for handler, code in running.items()},
+    )
 
 
 def read_code(client: Client, handlers: Iterable[tuple[str, str]]) -> dict[tuple[str, str], Sequence[RunningCode]]:
@@ -65,3 +84,23 @@ def read_code(client: Client, handlers: Iterable[tuple[str, str]]) -> dict[tuple
     asked = list(handlers)
     found = read_members(client, [running_code_key(*one) for one in asked], RunningCode, server_time_ms(client))
     return {one: [code for code, _ in some] for one, some in zip(asked, found, strict=True)}
+
+
+def read_worker_code(client: Client, handlers: Iterable[tuple[str, str]]) -> dict[tuple[str, str], set[WorkersCode]]:
+    """The code that each live worker runs, by app and name, one for each of these handlers. Raises RedisError.
+
+    Workers whose reports this user may not read, and those of earlier versions of millstream, are left out.
+    """
+    asked = list(handlers)
+    found = read_members(client, [running_code_key(*one) for one in asked], WorkersCode, server_time_ms(client))
+    codes: dict[tuple[str, str], set[WorkersCode]] = {}
+    for (app, _), reports in zip(asked, found, strict=True):
+        # A name that another supervisor holds now is in two reports: the one that is kept longer is the later one.
+        latest = {worker: code for code, _ in reports for worker in code.workers}
+        for worker, code in latest.items():
+            codes.setdefault((app, worker), set()).add(code)
+    return codes
+
+
+def _of_workers(code: RunningCode, workers: Sequence[str]) -> Sequence[WorkersCode]:
+    return [WorkersCode(workers=tuple(workers), version=code.version, source=code.source)] if workers else ()

@@ -132,7 +132,7 @@ class StaticMembership:
     def _report_code(self, held_ms: int) -> None:
         """Report the code for operators. A worker goes on without the report."""
         try:
-            report_code(self._client, self._app, self._handlers, held_ms=held_ms)
+            report_code(self._client, self._app, self._handlers, workers=self.names, held_ms=held_ms)
         except RedisError as error:
             logger.debug("cannot report the code of %s: %s; trying again", self._app, error)
 

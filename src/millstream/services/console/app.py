@@ -29,6 +29,7 @@ from millstream.redis_client import DEFAULT_URL
 from millstream.services.console.client_pool import ClientPool
 from millstream.services.console.display import Display
 from millstream.services.console.guard import CHALLENGE, Authorize, Guard, make_guard
+from millstream.services.console.handler_rates import HandlerRates
 from millstream.services.console.live_reads import LiveReads
 from millstream.services.console.login import MOST_FIELDS, FormSecret, form_of, login_routes, root_of, token_of
 from millstream.services.console.pages import Page, PageRequest, Shared
@@ -37,6 +38,7 @@ from millstream.services.console.rendering import render
 from millstream.services.console.rights import ConsoleTokens, Viewer
 from millstream.services.console.secure_headers import SecureHeaders
 from millstream.services.console.stream_names import StreamNames
+from millstream.services.console.stream_ranking import StreamRanking
 from millstream.services.console.stream_rates import StreamRates
 from millstream.services.console.views import PAGES
 from millstream.services.web.errors import Refused
@@ -72,12 +74,14 @@ class ConsoleParts:
     clients: ClientPool
     guard: Guard
     names: StreamNames
+    ranking: StreamRanking
     redrives: RedriveThreads
     redact: Redact = show_all
     host_names: Container[str] | None = None
     shared: Shared = field(default_factory=Shared)
     stuck: StuckScan = field(default_factory=partial(StuckScan, most=_MOST_STUCK_PLACES))
     rates: StreamRates = field(default_factory=StreamRates)
+    handler_rates: HandlerRates = field(default_factory=HandlerRates)
     live: LiveReads[bytes] = field(default_factory=LiveReads)
 
 
@@ -107,10 +111,12 @@ def console_app(
         raise ConfigError("give authorize=, or token_file= with a token: else every client could read all messages")
     clients = ClientPool(url)
     guard = make_guard(clients, tokens, token_file, authorize)
+    names = StreamNames(url)
     parts = ConsoleParts(
         clients=clients,
         guard=guard,
-        names=StreamNames(url),
+        names=names,
+        ranking=StreamRanking(url, names),
         redrives=RedriveThreads(url),
         redact=redact,
         host_names=host_names,
@@ -210,8 +216,10 @@ class _Endpoint:
                         display=display,
                         shared=parts.shared,
                         names=parts.names,
+                        ranking=parts.ranking,
                         redrives=parts.redrives,
                         rates=parts.rates,
+                        handler_rates=parts.handler_rates,
                         stuck=parts.stuck,
                         root=root_of(request),
                         path=self._page.path,

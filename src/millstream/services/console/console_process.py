@@ -16,6 +16,7 @@ from millstream.services.console.redrive_threads import STOP_S, RedriveThreads
 from millstream.services.console.rights import ConsoleTokens
 from millstream.services.console.secure_headers import SECURE_HEADERS
 from millstream.services.console.stream_names import StreamNames
+from millstream.services.console.stream_ranking import StreamRanking
 from millstream.services.web.connections import Limits
 from millstream.services.web.http_server import Server
 from millstream.services.web.listen import listen, url_of
@@ -51,10 +52,12 @@ def run_console(serving: ConsoleOptions, *, on_ready: Callable[[str], None]) -> 
         client.execute("PING")
     clients = ClientPool(serving.url)
     guard = make_guard(clients, serving.tokens, serving.token_file)
+    names = StreamNames(serving.url)
     parts = ConsoleParts(
         clients=clients,
         guard=guard,
-        names=StreamNames(serving.url),
+        names=names,
+        ranking=StreamRanking(serving.url, names),
         redrives=RedriveThreads(serving.url),
         redact=serving.redact,
         host_names=serving.host_names,

@@ -20,11 +20,13 @@ from millstream.redis_client.escaping import unescape
 from millstream.redis_client.key_names import HandlerKeys, from_wire
 from millstream.services.console.client_pool import ClientPool
 from millstream.services.console.display import Display
+from millstream.services.console.handler_rates import HandlerRates
 from millstream.services.console.redrive_threads import RedriveThreads
 from millstream.services.console.rendering import render
 from millstream.services.console.rights import Level, Viewer
 from millstream.services.console.sessions import address_signature
 from millstream.services.console.stream_names import StreamNames
+from millstream.services.console.stream_ranking import StreamRanking
 from millstream.services.console.stream_rates import StreamRates
 
 REFRESH_S = (5, 15, 60)
@@ -71,8 +73,10 @@ class PageRequest:
     * `live_ms`: how often the page renews its figures while it is open, in milliseconds; None for never;
       `is_renewal`: that is what this request does
     * `clients`: the clients of the console, for what is read after the view has answered
-    * `names`: the names of all streams; `redrives`: the redrives at a rate of this console
-    * `rates`: how many entries a second those get that pages have shown; `stuck`: the search for what is stuck
+    * `names`: the names of all streams; `ranking`: which of them have most; `redrives`: the redrives at a rate of this
+      console
+    * `rates`, `handler_rates`: how many entries a second those streams get, and messages those handlers commit, that
+      pages have shown; `stuck`: the search for what is stuck
     """
 
     client: Client
@@ -81,8 +85,10 @@ class PageRequest:
     display: Display
     shared: Shared
     names: StreamNames
+    ranking: StreamRanking
     redrives: RedriveThreads
     rates: StreamRates
+    handler_rates: HandlerRates
     stuck: StuckScan
     root: str
     path: str

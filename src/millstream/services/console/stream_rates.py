@@ -7,16 +7,16 @@ from typing import NamedTuple
 from millstream.admin.reports import StreamReport
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.model import EntryId
+from millstream.services.console.total_rates import TotalRead, next_read
 
-_LEAST_MS, _MOST_MS = 2_000.0, 300_000.0
 _MOST_STREAMS = 20_000
 
 
-class _Read(NamedTuple):
-    at_ms: float
-    added: int
+class StreamRead(NamedTuple):
+    """The entries that were ever added to a stream, and its last id."""
+
+    added: TotalRead
     last_id: EntryId
-    rate: float | None
 
 
 class StreamRates:
@@ -29,7 +29,7 @@ class StreamRates:
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._known: dict[str, _Read] = {}
+        self._known: dict[str, StreamRead] = {}
 
     def now_ms(self) -> float:
         """The time of a read that begins now."""
@@ -43,27 +43,26 @@ class StreamRates:
         with self._lock:
             for one in streams:
                 last = self._known.pop(one.name, None)
-                self._known[one.name] = _next_read(last, one, read_ms)  # behind those that were read before
-            rates = {one.name: self._known[one.name].rate for one in streams}
+                self._known[one.name] = next_stream_read(last, one, read_ms)  # behind those that were read before
+            rates = {one.name: self._known[one.name].added.rate for one in streams}
             while len(self._known) > _MOST_STREAMS:
                 del self._known[next(iter(self._known))]
         return rates
 
 
-def _next_read(last: _Read | None, stream: StreamReport, read_ms: float) -> _Read:
-    if last is not None and read_ms - last.at_ms < _LEAST_MS:
-        return last
-    last_id = EntryId.parse(stream.last_generated_id)
-    if last is None or read_ms - last.at_ms > _MOST_MS or _is_another(stream, last):
-        return _Read(read_ms, stream.added, last_id, None)
-    return _Read(read_ms, stream.added, last_id, (stream.added - last.added) * 1000 / (read_ms - last.at_ms))
+def next_stream_read(last: StreamRead | None, stream: StreamReport, read_ms: float) -> StreamRead:
+    """The read of a stream at this time, with its rate since the last one; the last one as in `next_read`."""
+    if last is None:
+        return StreamRead(next_read(None, stream.added, read_ms), EntryId.parse(stream.last_generated_id))
+    added = next_read(last.added, stream.added, read_ms, is_another=_is_another(stream, last))
+    return last if added is last.added else StreamRead(added, EntryId.parse(stream.last_generated_id))
 
 
-def _is_another(stream: StreamReport, last: _Read) -> bool:
+def _is_another(stream: StreamReport, last: StreamRead) -> bool:
     """Whether the stream was deleted since, and there is another one of its name.
 
     Of a stream that was trimmed meanwhile the first id is a new one, too, but it has no more entries than were added
     since.
     """
     has_only_new = stream.first_id is not None and EntryId.parse(stream.first_id) > last.last_id
-    return stream.added < last.added or (has_only_new and stream.length > stream.added - last.added)
+    return has_only_new and stream.length > stream.added - last.added.total

@@ -3,9 +3,11 @@
 from millstream.services.console.pages import Page
 from millstream.services.console.rights import Level
 from millstream.services.console.views import (
+    delayed,
     deployment,
     finding,
     groups,
+    handler_list,
     handlers,
     keys,
     letter_edits,
@@ -13,6 +15,7 @@ from millstream.services.console.views import (
     redrives,
     streams,
     stuck,
+    workers,
 )
 from millstream.services.console.views.overview import overview
 from millstream.services.console.views.queries import queries
@@ -22,6 +25,7 @@ PAGES: tuple[Page, ...] = (
     Page(path="/stuck", level=Level.PAYLOADS, view=stuck.stuck, is_live=True),
     Page(path="/stuck/unpark", method="POST", level=Level.OPERATE, view=stuck.unpark_selected),
     Page(path="/find", level=Level.FIGURES, view=finding.find),
+    Page(path="/handlers", level=Level.FIGURES, view=handler_list.handlers, is_live=True),
     Page(path="/handler", level=Level.FIGURES, view=handlers.handler, is_live=True),
     Page(path="/handler/pause", method="POST", level=Level.OPERATE, view=handlers.pause),
     Page(path="/handler/resume", method="POST", level=Level.OPERATE, view=handlers.resume),
@@ -45,11 +49,11 @@ PAGES: tuple[Page, ...] = (
     Page(path="/tail", level=Level.PAYLOADS, view=streams.tail, is_live=True),
     Page(path="/group", level=Level.FIGURES, view=groups.group, is_live=True),
     Page(path="/group/set-id", method="POST", level=Level.ADMIN, view=groups.set_id),
-    Page(path="/workers", level=Level.FIGURES, view=deployment.workers, is_live=True),
-    Page(path="/workers/drain", method="POST", level=Level.ADMIN, view=deployment.drain),
+    Page(path="/workers", level=Level.FIGURES, view=workers.workers, is_live=True),
+    Page(path="/workers/drain", method="POST", level=Level.ADMIN, view=workers.drain),
     Page(path="/queries", level=Level.FIGURES, view=queries, is_live=True),
-    Page(path="/delayed", level=Level.FIGURES, view=deployment.delayed, is_live=True),
-    Page(path="/delayed/cancel", method="POST", level=Level.ADMIN, view=deployment.cancel),
+    Page(path="/delayed", level=Level.FIGURES, view=delayed.delayed, is_live=True),
+    Page(path="/delayed/cancel", method="POST", level=Level.ADMIN, view=delayed.cancel),
     Page(path="/redis", level=Level.FIGURES, view=deployment.redis, is_live=True),
     Page(path="/audit", level=Level.PAYLOADS, view=deployment.audit, is_live=True),
 )

@@ -1,5 +1,7 @@
 """The page of a key: why it waits, what waits, its state, dead letters and last outputs; park, unpark, skip, reset the state."""
 
+from collections.abc import Sequence
+
 from starlette.responses import Response
 
 from millstream.admin.findings import quoted
@@ -7,6 +9,7 @@ from millstream.admin.inspection import reset_states
 from millstream.admin.key_details import KeyDetails, read_key
 from millstream.admin.key_explanation import explain_key
 from millstream.admin.key_outputs import OutputSearch, find_key_outputs
+from millstream.admin.key_places import KeyPlaces, find_key_places
 from millstream.admin.key_queues import park as park_queue
 from millstream.admin.key_queues import read_queues
 from millstream.admin.key_queues import skip as skip_first
@@ -19,6 +22,7 @@ from millstream.redis_client.key_names import HandlerKeys
 from millstream.services.console.pages import PageRequest
 
 _MOST_STREAMS, _MOST_LETTERS = 20, 20
+_KEEP_MS, _KEEP_OPEN_MS = 5_000.0, 60_000.0
 _DONE = {
     "parked": "The key is parked, from the end of the message in progress on.",
     "was-parked": "The key was parked already.",
@@ -32,11 +36,14 @@ _DONE = {
 
 
 def key(page: PageRequest) -> Response:
-    """One key of a handler, on one of its streams or on all."""
+    """One key of a handler, on one of its streams, or on those of all that have something of it."""
     name, stream, data = page.wanted("handler"), page.name("stream"), page.wanted_key()
     places = page.places_of(name, stream)
-    shown = places[:_MOST_STREAMS]
-    found = read_key(page.client, shown, data)
+    streams = len(page.places_of(name))
+    search = _search(page, name, places, data) if len(places) > _MOST_STREAMS else None
+    having = places if search is None else search.found
+    shown = (having or places[:1])[:_MOST_STREAMS]
+    found = read_key(page.client, shown, data, is_only=streams == 1)
     outputs = None if page.is_renewal else find_key_outputs(page.client, places[0], data)
     return page.render(
         "key.html",
@@ -45,13 +52,25 @@ def key(page: PageRequest) -> Response:
         raw=escape(data),
         found=[(one, _texts_of(page, one)) for one in found if len(shown) == 1 or one.has_content]
         or [(found[0], _texts_of(page, found[0]))],
-        more=len(places) - len(shown),
+        stream=page.query.get("stream", ""),
+        streams=streams,
+        search=search,
+        more=len(having) - len(shown),
         outputs=outputs,
         searches=[(one, page.display.text(one.problem), _outputs_of(page, one)) for one in outputs.searches]
         if outputs
         else [],
         done_texts=_DONE,
     )
+
+
+def _search(page: PageRequest, name: str, places: Sequence[HandlerKeys], data: bytes) -> KeyPlaces:
+    """Where the key has something; an open page looks again once a minute."""
+    keep_ms = _KEEP_OPEN_MS if page.is_renewal else _KEEP_MS
+    found: KeyPlaces = page.shared.get(
+        f"key {name} {escape(data)}", page.now_ms, lambda: find_key_places(page.client, places, data), keep_ms=keep_ms
+    )
+    return found
 
 
 def park(page: PageRequest) -> Response:
