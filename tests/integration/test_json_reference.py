@@ -258,7 +258,9 @@ def _replay(found: _Outputs, app: Path) -> None:
     """Two versions that agree in one key and not in another, which fails in one of them."""
     old, new = (app.with_name(f"json_reference_{name}.py") for name in ("old", "new"))
     timer = 'After("1d", {"a": "b"}, name="remind")'
-    text = APP.replace("import App", "import After, App").replace('return {"n": state["n"]}', f'return {{"n": 1}}, {timer}')
+    text = APP.replace("import App", "import After, App").replace(
+        'return {"n": state["n"]}', f'return {{"n": 1}}, {timer}'
+    )
     old.write_text(text)
     new.write_text(text.replace('"mad":', '"none":'))
     for key in ("ann", "mad"):

@@ -135,9 +135,7 @@ def test_a_message_that_the_limit_of_the_handler_could_not_price_is_an_error_at_
 def test_a_message_that_lacks_the_field_of_the_limit_gets_it() -> None:
     remind = {"kind": "remind", "tokens": 5}
     found = of_tenant(After("1s", remind, name="remind")).timers["remind"]
-    assert found == SetTimer(
-        delay_ms=1_000, fields={"order": "o1", "kind": "remind", "tokens": "5", "tenant": "acme"}
-    )
+    assert found == SetTimer(delay_ms=1_000, fields={"order": "o1", "kind": "remind", "tokens": "5", "tenant": "acme"})
     other = of_tenant(After("1s", {**remind, "tenant": "zeta"}, name="remind")).timers["remind"]
     assert other is not None
     assert other.fields["tenant"] == "zeta"

@@ -70,7 +70,9 @@ def _count_held(client: Client, places: Sequence[HandlerKeys]) -> int:
     for at in range(0, len(places), AT_ONCE):
         some = places[at : at + AT_ONCE]
         sizes = iter(
-            present(send_all(client, [one for keys in some for one in (("HLEN", keys.parked), ("ZCARD", keys.backoff))]))
+            present(
+                send_all(client, [one for keys in some for one in (("HLEN", keys.parked), ("ZCARD", keys.backoff))])
+            )
         )
         for keys, parked, backing_off in zip(some, sizes, sizes, strict=True):
             for names in _held_names(client, keys) if parked or backing_off else ():

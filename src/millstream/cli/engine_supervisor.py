@@ -177,7 +177,9 @@ class EngineSupervisor:
             raise error
         self._spark_due_ms = self._clock.monotonic_ms() + _SPARK_PAUSE_MS
         pause = format_age(_SPARK_PAUSE_MS)
-        self._change("workers", f"{error}; the workers take over, and Spark is tried again in {pause} if the lag needs it")
+        self._change(
+            "workers", f"{error}; the workers take over, and Spark is tried again in {pause} if the lag needs it"
+        )
 
     def _start_child(self) -> None:
         # -P: the process finds modules where this one does, and not first in the working folder.
