@@ -138,6 +138,7 @@ def test_each_message_of_the_key_is_shown_with_its_outputs_and_the_state_after_i
         "key": "ann",
         "result": "done",
         "outputs": [{"fields": {"n": "1"}}],
+        "timers": [],
         "state": {"n": 1},
         "attempts": 1,
         "reason": None,
@@ -186,6 +187,43 @@ def test_two_versions_are_compared_and_a_difference_is_code_1(replays: Replays) 
     lines = replays(old, "total", "ann", "--new", new, "--json").json_lines()
     assert [one["differs"] for one in lines if one["event"] == "message"] == [False, False, True]
     assert (lines[-1]["differing"], lines[-1]["first_difference"]) == (1, "3-1")
+
+
+TIMERS = """
+from millstream import After, App, Cancel, Message
+app = App("app")
+
+@app.handler("in", key="k")
+def remind(message: Message) -> After | Cancel:
+    if message.text("what") == "paid":
+        return Cancel(name="remind")
+    return After("30m", {"what": "remind"}, name="remind")
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [('After("30m"', 'After("31m"'), ('{"what": "remind"}', '{"what": "ask"}'), ('Cancel(name="remind")', "None")],
+    ids=["delay", "message", "cancel"],
+)
+def test_versions_that_differ_in_a_timer_alone_differ(replays: Replays, old: str, new: str) -> None:
+    for n, what in enumerate(("placed", "paid"), 1):
+        add(replays.client, f"{n}-1", what=what)
+    app = replays.app(TIMERS)
+    shown = replays(app, "remind", "ann", "--new", replays.app(TIMERS))
+    assert shown.code == 0
+    assert shown.out.splitlines() == [
+        '  1-1 done  timer remind after 1,800,000 ms {"k": "ann", "what": "remind"}',
+        "  2-1 done  timer remind cancelled",
+    ]
+    changed = replays.app(TIMERS.replace(old, new))
+    assert replays(app, "remind", "ann", "--new", changed).code == 1
+    found = replays.lines(app, "remind", "ann", "--new", changed)
+    assert [one["timers"] for one in found] == [
+        [{"name": "remind", "delay_ms": 1_800_000, "fields": {"k": "ann", "what": "remind"}}],
+        [{"name": "remind", "delay_ms": None, "fields": {}}],
+    ]
+    assert [one["timers"] != one["new"]["timers"] for one in found] == [one["differs"] for one in found]
 
 
 def test_a_state_that_differs_in_the_order_of_its_names_only_is_no_difference(replays: Replays) -> None:

@@ -70,7 +70,9 @@ NOT_SHOWN = {
     "dlq show": {"pairs[][]"},
     "group delete-consumer": {"gone[]"},  # entries that were deleted meanwhile: test_commands_groups
     "group claim": {"deleted[]"},
-    "replay: message": {"outputs[].pairs[][]", "new.outputs[].pairs[][]"},  # names of outputs that are not UTF-8
+    "replay: message": {  # names that are not UTF-8
+        f"{version}{what}[].pairs[][]" for version in ("", "new.") for what in ("outputs", "timers")
+    },
 }
 """Fields that are rare, which the commands below do not show."""
 
@@ -254,10 +256,15 @@ def _change_partitions(found: _Outputs, client: Client) -> None:
 
 def _replay(found: _Outputs, app: Path) -> None:
     """Two versions that agree in one key and not in another, which fails in one of them."""
-    new = app.with_name("json_reference_new.py")
-    new.write_text(APP.replace('"mad":', '"none":'))
+    old, new = (app.with_name(f"json_reference_{name}.py") for name in ("old", "new"))
+    timer = 'After("1d", {"a": "b"}, name="remind")'
+    text = APP.replace("import App", "import After, App").replace(
+        'return {"n": state["n"]}', f'return {{"n": 1}}, {timer}'
+    )
+    old.write_text(text)
+    new.write_text(text.replace('"mad":', '"none":'))
     for key in ("ann", "mad"):
-        for event in found.run("replay", str(app), "total", key, "--new", str(new), "--yes", code=int(key == "mad")):
+        for event in found.run("replay", str(old), "total", key, "--new", str(new), "--yes", code=int(key == "mad")):
             found.values[f"replay: {event['event']}"].append(event)
 
 

@@ -12,6 +12,7 @@ from millstream.model import EntryId
 from millstream.redis_client.client import Client
 from millstream.testing.invariants import check_invariants
 from tests.support.fields import text_fields
+from tests.support.keyed_fixtures import ids, lease_keys, routed
 from tests.support.waiting import eventually
 from tests.support.workers import KEYS, KINDS, dead, either, make, pending, working
 
@@ -119,6 +120,17 @@ def test_a_failing_message_is_split_off_and_nothing_waits_for_others_meanwhile(c
     assert [(one.reason, one.attempts) for one in dead(client)] == [("failed", 3)]
     assert lists(client, "a") == [[11], [12], [14, 15, 20, 21, 22]]
     assert check_invariants(client, KEYS, "in") == []
+
+
+def test_a_call_leases_as_many_short_lists_as_it_has_room_for_and_cuts_none_short(client: Client) -> None:
+    worker = routed(client, "AABBCCCCCCCDD")
+    worker.list_size, worker.list_wait_ms = 10, LONGEST_MS
+
+    def lease() -> list[tuple[bytes, list[int]]]:
+        return [(one.queue, ids(one)) for one in lease_keys(worker, entries=10, run=10).leases]
+
+    assert lease() == [(b"kA", [1, 2]), (b"kB", [3, 4])], "of C there would be six of seven"
+    assert lease() == [(b"kC", [5, 6, 7, 8, 9, 10, 11]), (b"kD", [12, 13])]
 
 
 def test_a_handler_without_a_wait_sends_the_same_calls_as_before(client: Client) -> None:

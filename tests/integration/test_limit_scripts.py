@@ -193,6 +193,15 @@ def test_a_permit_of_a_shorter_run_does_not_end_that_of_a_longer_one(tenant: Ten
     assert tenant.client.execute("PTTL", KEYS.permits(b"a")) > 3_600_000
 
 
+def test_a_permit_that_is_asked_for_again_lasts_as_long_as_a_new_one(tenant: Tenant) -> None:
+    permits = KEYS.permits(b"a")
+    assert tenant.take("kA", ONE, None, hold_ms=7_200_000) == 0
+    tenant.client.execute("PEXPIRE", permits, 60_000)
+    assert tenant.take("kA", ONE, None, hold_ms=7_200_000) == 0
+    assert tenant.client.execute("PTTL", permits) > 3_600_000
+    assert tenant.client.execute("HLEN", permits) == 1
+
+
 def calls(client: Client, command: str) -> int:
     """How often the server has executed a command, those of scripts included."""
     text = client.execute("INFO", "commandstats").decode()

@@ -10,7 +10,8 @@ import pyarrow as pa
 import pytest
 
 from millstream import Limit, Message, Retry
-from millstream.delivery.keyed_stream import KeyedStream
+from millstream.delivery.keyed_stream import KeyedStream, lease_of
+from millstream.delivery.reliable_stream import Delivery
 from millstream.redis_client.client import Client
 from millstream.spark.engine.rate_limit import RateLimit
 from millstream.testing.proxy import Proxy
@@ -21,7 +22,18 @@ from millstream.worker.settling.hang_detector import HangDetector
 from tests.support.clocks import LeapClock
 from tests.support.task_fixtures import Row, TaskFixture
 from tests.support.waiting import FAIL_SAFE_S, eventually
-from tests.support.workers import KEYS, KINDS, QUICK, dead, either, make, now_ms, pending, working
+from tests.support.workers import (
+    KEYS,
+    KINDS,
+    QUICK,
+    RecordingLoop,
+    dead,
+    either,
+    make,
+    now_ms,
+    pending,
+    working,
+)
 
 pytestmark = [pytest.mark.worker, pytest.mark.keys]
 
@@ -202,6 +214,90 @@ def test_a_suspect_that_waits_for_its_limit_keeps_no_other_message_from_beginnin
     assert client.execute("HLEN", KEYS.permits(b"a")) == 0
     assert client.execute("HLEN", KEYS.crashes) == 0
     assert dead(client) == []
+
+
+class Suspect:
+    """A worker with a run of the tenant `long`, for which a suspect of the tenant `a` waits, until `gate` is set."""
+
+    def __init__(self, client: Client, limit: Limit) -> None:
+        self.gate, self.begun = threading.Event(), threading.Event()
+        self.ran: list[str | None] = []
+        self.handler = make(self._handle, key="key", limit=limit)
+        self._client = client
+
+    def _handle(self, message: Message) -> dict[str, str | None]:
+        if message.text("tenant") == "long":
+            self.begun.set()
+            self.gate.wait(FAIL_SAFE_S)
+        self.ran.append(message.text("tenant"))
+        return copy_of(message)
+
+    def wait_for_the_others(self, loop: RecordingLoop) -> None:
+        """Let the long run begin, and the suspect take its permit and wait for the end of that run."""
+        publish(self._client, 1, "long")
+        eventually(self.begun.is_set, "the long run")
+        self._client.execute("HSET", KEYS.crashes, "9999999999999-0l", 5)  # so many workers have lost it
+        self._client.execute("XADD", "in", "9999999999999-0", "n", 1, "key", "a0", "tenant", "a")
+        eventually(lambda: not loop._in_flight.gate.is_set(), "the wait of the suspect")
+
+
+def test_a_suspect_whose_permit_has_ended_while_it_waited_for_the_other_runs_asks_again(client: Client) -> None:
+    one, holder = Suspect(client, Limit(per="tenant", at_once=1)), "another run 1-0"
+    with working(client, one.handler, "w1") as loop:
+        one.wait_for_the_others(loop)
+        client.execute("DEL", KEYS.permits(b"a"))
+        client.execute("HSET", KEYS.permits(b"a"), holder, f"t{now_ms(client) + 3_600_000:.0f}")
+        one.gate.set()
+        eventually(lambda: client.execute("ZCARD", KEYS.limited(b"a")) or "a" in one.ran, "the question")
+        assert one.ran == ["long"]
+        client.execute("HDEL", KEYS.permits(b"a"), holder)
+        eventually(lambda: client.execute("XLEN", "out") == 2, "the suspect")
+        eventually(lambda: pending(client) == 0, "the last commit")
+    assert client.execute("HLEN", KEYS.permits(b"a")) == 0
+    assert client.execute("HLEN", KEYS.crashes) == 0
+    assert dead(client) == []
+
+
+def test_a_suspect_that_waited_for_the_other_runs_takes_of_a_rate_once(client: Client) -> None:
+    one = Suspect(client, Limit(per="tenant", rate="1/d"))
+    with working(client, one.handler, "w1") as loop:
+        one.wait_for_the_others(loop)
+        one.gate.set()
+        eventually(lambda: client.execute("XLEN", "out") == 2, "the suspect")
+    assert one.ran == ["long", "a"]
+
+
+def test_an_async_run_that_is_cancelled_while_it_asks_for_its_permit_keeps_neither_permit_nor_slot(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asking: list[Delivery] = []
+    answer = threading.Event()
+    real_take = KeyedStream.take_permit
+
+    def take_permit(self: KeyedStream, delivery: Delivery, *args: Any) -> float:
+        wait_ms = real_take(self, delivery, *args)
+        asking.append(delivery)
+        if len(asking) == 1:
+            answer.wait(FAIL_SAFE_S)
+        return wait_ms
+
+    async def handle(message: Message) -> dict[str, str | None]:
+        return copy_of(message)
+
+    monkeypatch.setattr(KeyedStream, "take_permit", take_permit)
+    handler = make(handle, key="key", limit=Limit(per="tenant", at_once=1), concurrency=1)
+    publish(client, 1, "a")
+    with working(client, handler, "w1") as loop:
+        first = eventually(lambda: asking[:1], "the question")[0]
+        loop._in_flight.remove_lease(lease_of(first))  # as the lease watchdog does shortly before the end of the lease
+        lease_of(first).expired = True
+        loop._runner.cancel_run(first)
+        eventually(lambda: first.finished, "the end of the run")
+        answer.set()
+        eventually(lambda: client.execute("HLEN", KEYS.permits(b"a")) == 0, "the permit")
+        publish(client, 1, "a", first=1)
+        eventually(lambda: client.execute("XLEN", "out") == 1, "another message in the one slot")
+    assert client.execute("HKEYS", KEYS.permits(b"a")) == []
 
 
 # --- Spark ---

@@ -219,7 +219,7 @@ def test_the_page_on_partitions_publishes_and_declares_a_handler() -> None:
 
 def test_the_signatures_of_the_pages_declare_handlers() -> None:
     app = App("shop")
-    module = run_python("docs/handlers.md", {"Message": Message}, only=[0, 1])
+    module = run_python("docs/handlers.md", {"Message": Message}, only=[0, 2])
     run_python("docs/leases.md", {"app": app, "CallEvent": Order, "Message": Message, "State": State}, only=[3])
     assert [list(one.handlers) for one in (module["app"], app)] == [["total", "invoice"], ["bill"]]
 

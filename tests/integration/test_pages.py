@@ -20,6 +20,8 @@ pytestmark = [pytest.mark.cli]
 
 PAGES = ("README.md", "docs/start/workers.md", "docs/schedules.md", "docs/timers.md", "docs/limits.md")
 
+WITH_A_REDIS = ("docs/keys.md", "docs/handlers.md", "docs/auto.md", "docs/commands.md")
+
 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_console_examples_of_a_page_print_the_output_that_it_shows(page: str, tmp_path: Path) -> None:
@@ -27,10 +29,11 @@ def test_the_console_examples_of_a_page_print_the_output_that_it_shows(page: str
         run_consoles(page, tmp_path, port)
 
 
-def test_the_console_example_of_the_page_on_keys_prints_the_output_that_it_shows(
-    client: Client, tmp_path: Path
+@pytest.mark.parametrize("page", WITH_A_REDIS)
+def test_the_console_examples_of_a_page_for_a_redis_that_runs_print_the_output_that_it_shows(
+    page: str, client: Client, tmp_path: Path
 ) -> None:
-    run_consoles("docs/keys.md", tmp_path, int(client.url.rpartition(":")[2].partition("/")[0]))
+    run_consoles(page, tmp_path, int(client.url.rpartition(":")[2].partition("/")[0]))
 
 
 def test_the_tests_of_the_page_on_testing_pass(tmp_path: Path) -> None:

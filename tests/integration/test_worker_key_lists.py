@@ -356,7 +356,7 @@ def test_a_redriven_message_joins_the_end_of_its_key_on_the_state_by_then(client
 
 
 def test_the_example_of_the_page_answers_a_burst_of_a_session_at_once(client: Client) -> None:
-    handler = run_python("docs/handlers.md", only=[2])["app"].handlers["answer"]
+    handler = run_python("docs/handlers.md", only=[3])["app"].handlers["answer"]
     for session, text in (("ann", "hi"), ("bob", "hello"), ("ann", "help")):
         client.execute("XADD", "chat", "*", "session", session, "text", text)
     with working(client, handler) as loop:

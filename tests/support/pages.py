@@ -25,7 +25,7 @@ _TIME = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+Z")
 _ID = re.compile(r"\b\d{13}(?:-\d+)?\b")
 _AGE = re.compile(r"\b\d+(\.\d+)? ?(ms|s|min)\b")
 _NO_COMMAND = ("$ pip ", "$ make ", "$ source ", "$ python3 -m venv")
-_TRAP = "set -e\ntrap 'kill $(jobs -p) 2>/dev/null; wait' EXIT\n"
+_TRAP = "set -e\ntrap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT\n"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from millstream.admin.waiting_messages import Waiting
+from millstream.cli import lag_reader
 from millstream.cli.engine_policy import Engine, EnginePolicy
 from millstream.cli.engine_supervisor import EngineSupervisor
 from millstream.clock import SYSTEM_CLOCK, Clock
@@ -20,9 +21,11 @@ pytestmark = [pytest.mark.cli]
 
 ENDS_IN_ORDER = ("--version",)
 FAILS = ("info", "--url", "redis://127.0.0.1:1")
+REFUSED = ("info", "--no-such-option")
 TOO_LONG = ("x" * 1_000_000,)
 """No process can be started with it: the kernel refuses the argument."""
 FOREVER_MS = float("inf")
+POLICY = EnginePolicy(spark_above=10, workers_below=5, minimum_ms=0)
 
 
 @pytest.fixture
@@ -50,9 +53,10 @@ def supervisor(
     arguments: Callable[[Engine], Sequence[str]],
     on_event: Callable[[Mapping[str, Any]], object] = lambda _: None,
     clock: Clock = SYSTEM_CLOCK,
+    policy: EnginePolicy = POLICY,
 ) -> EngineSupervisor:
     return EngineSupervisor(
-        EnginePolicy(spark_above=10, workers_below=5, minimum_ms=0),
+        policy,
         lag,
         arguments,
         environment=os.environ,
@@ -94,6 +98,66 @@ def test_an_engine_that_ends_more_than_ten_times_soon_after_its_start_ends_the_c
     with pytest.raises(PipelineFailed, match="the workers ended 11 times in a row soon after the start"):
         supervisor(Lags(stopping, 0), arguments, on_event, clock).run(stopping)
     assert starts == ["workers"] * 11
+
+
+@pytest.mark.parametrize(
+    ("fails", "starts", "cause"),
+    [
+        (FAILS, 4, "Spark ended 4 times in a row soon after the start; see its errors above"),
+        (REFUSED, 1, "Spark cannot run with these settings; see the error above"),
+    ],
+    ids=["ends", "is refused"],
+)
+def test_where_spark_cannot_run_the_workers_take_over(
+    stopping: threading.Event, fails: Sequence[str], starts: int, cause: str
+) -> None:
+    clock, steps, causes = ManualClock(), list[str](), list[str]()
+
+    def arguments(engine: Engine) -> Sequence[str]:
+        steps.append(engine)
+        return fails if engine == "spark" else ENDS_IN_ORDER
+
+    def on_event(event: Mapping[str, Any]) -> None:
+        causes.extend([event["cause"]] if event["event"] == "change" else [])
+        if event["event"] == "restarting":
+            clock.sleep_ms(30_000)
+
+    supervisor(Lags(stopping, 11), arguments, on_event, clock).run(stopping)
+    assert steps == ["spark"] * starts + ["workers"]
+    assert causes == [f"{cause}; the workers take over, and Spark is tried again in 10 min if the lag needs it"]
+
+
+def test_spark_is_tried_again_after_ten_minutes_on_the_workers(
+    stopping: threading.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lag_reader, "REST", 0)  # a reading during which the clock leaps has not taken long
+    clock, starts, decided = ManualClock(), list[Engine](), list[Engine]()
+    endless = tmp_path / "endless_app.py"
+    endless.write_text("import time\ntime.sleep(1_000_000)\n")
+
+    class Policy(EnginePolicy):
+        """Lets the ten minutes pass at its third decision on the workers."""
+
+        def decide(self, lag: Waiting | None, engine: Engine, since_ms: float) -> Engine:
+            decided.append(engine)
+            if decided.count("workers") == 3:
+                clock.sleep_ms(600_000)
+            return super().decide(lag, engine, since_ms)
+
+    def arguments(engine: Engine) -> Sequence[str]:
+        starts.append(engine)
+        if engine == "workers":
+            return ("worker", str(endless))
+        return REFUSED if starts.count("spark") == 1 else ENDS_IN_ORDER
+
+    def lag() -> Waiting:
+        stopping.wait(0.01)
+        return Waiting(11)
+
+    policy = Policy(spark_above=10, workers_below=5, minimum_ms=0)
+    supervisor(lag, arguments, clock=clock, policy=policy).run(stopping)
+    assert starts == ["spark", "workers", "spark"]
+    assert decided.count("workers") > 3
 
 
 def test_a_process_that_cannot_be_started_is_tried_again_and_the_change_is_reported_once_it_runs(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from millstream import After, App, Cancel, Message, Retry, State
+from millstream import After, App, Cancel, Limit, Message, Retry, State
 from millstream.delivery.effects import Effects
 from millstream.handlers.attempt import Done, RetryLater, attempt, attempt_plain
 from millstream.handlers.encoding import unpack_output
@@ -114,6 +114,38 @@ def test_a_message_that_the_handler_could_not_take_is_an_error_at_once() -> None
     assert problem(After("1s", {"kind": b"\xff"}, name="remind")).startswith(
         where + "the handler cannot take its message: "
     )
+
+
+def of_tenant(result: Any, **fields: Any) -> HandlerRun:
+    """What an engine makes of a handler with a limit of tenants, by cost, that returns `result` after a message of acme."""
+    app = App("shop")
+    limit = Limit(per="tenant", rate="100/m", cost="tokens")
+    app.handler("orders", name="handle", key="order", limit=limit)(lambda message: result)
+    return run(app, "handle", {"order": "o1", "tenant": "acme", "tokens": 1, **fields})
+
+
+def test_a_message_that_the_limit_of_the_handler_could_not_price_is_an_error_at_once() -> None:
+    for cost in ({}, {"tokens": "many"}, {"tokens": 101}):
+        found = of_tenant(After("1s", {"kind": "remind", **cost}, name="remind"))
+        assert (found.result, found.reason, found.timers) == ("dead-letter", "bad-output", {})
+        assert found.error.startswith("shop.handle: After(name='remind'): the handler cannot take its message: ")
+        assert "tokens" in found.error
+
+
+def test_a_message_that_lacks_the_field_of_the_limit_gets_it() -> None:
+    remind = {"kind": "remind", "tokens": 5}
+    found = of_tenant(After("1s", remind, name="remind")).timers["remind"]
+    assert found == SetTimer(delay_ms=1_000, fields={"order": "o1", "kind": "remind", "tokens": "5", "tenant": "acme"})
+    other = of_tenant(After("1s", {**remind, "tenant": "zeta"}, name="remind")).timers["remind"]
+    assert other is not None
+    assert other.fields["tenant"] == "zeta"
+    app = App("shop")
+    app.handler("orders", name="handle", key="order", limit=Limit(per="tenant", at_once=1))(
+        lambda message: After("1s", {"kind": "remind"}, name="remind")
+    )
+    without = run(app, "handle", {"order": "o1"}).timers["remind"]
+    assert without is not None
+    assert without.fields == {"order": "o1", "kind": "remind"}, "both count for the empty value"
 
 
 def test_a_handler_without_a_key_or_with_partitions_gets_an_error_that_names_the_option() -> None:

@@ -156,7 +156,7 @@ def _read_places(client: Client, places: Sequence[HandlerKeys]) -> list[_Place]:
             ("XLEN", to_wire(keys.dead_letters)),
             ("ZCARD", to_wire(StreamKeys(keys.stream).due)),
         ]
-    replies = _present(send_all(client, commands))
+    replies = present(send_all(client, commands))
     found = []
     for keys, (length, groups, meta, pending, letters, delayed) in zip(places, _rows(replies, 6), strict=True):
         if length is None or meta is None:
@@ -205,13 +205,13 @@ def _add_first_unread(client: Client, found: Sequence[_Place]) -> None:
     """Find the first unread entry of each stream where it is the oldest that is not committed."""
     asked = [one.lag for one in found if one.lag.count and one.lag.first_id is None and not one.pending_count]
     replies = send_all(client, [("XRANGE", to_wire(lag.stream), f"({lag.after_id}", "+", "COUNT", 1) for lag in asked])
-    for lag, entries in zip(asked, _present(replies), strict=True):
+    for lag, entries in zip(asked, present(replies), strict=True):
         lag.first_id = entries[0][0].decode() if entries else None
 
 
 def _add_dead_letters(client: Client, found: Sequence[_Place], figures: HandlerFigures) -> None:
     calls = [(COUNT_DEAD_LETTERS, (to_wire(one.keys.dead_letters),), (_MOST_LETTERS,)) for one in found]
-    for one, reply in zip(found, _present(client.try_scripts(calls)), strict=True):
+    for one, reply in zip(found, present(client.try_scripts(calls)), strict=True):
         counts = {from_wire(reason): count for reason, count in pairs_of(reply or ())}
         known = Counter({reason: counts[reason] for reason in get_args(Reason) if reason in counts})
         figures.dead_letters += known
@@ -233,7 +233,7 @@ def _add_keys(client: Client, places: Sequence[HandlerKeys], figures: HandlerFig
             ("HSCAN", keys.parked, 0, "COUNT", _MOST_KEYS),
         ]
     sampled: list[tuple[str, Arg]] = []
-    for keys, row in zip(places, _rows(_present(send_all(client, commands)), 9), strict=True):
+    for keys, row in zip(places, _rows(present(send_all(client, commands)), 9), strict=True):
         ready, leased, backing_off, parked, awaiting = (count or 0 for count in row[:5])
         # A key that waits until it has left another partition is parked in Redis, but not for an operator.
         counts = (ready, leased, backing_off, max(0, parked - awaiting))
@@ -242,14 +242,14 @@ def _add_keys(client: Client, places: Sequence[HandlerKeys], figures: HandlerFig
         names = (row[5], row[6], row[7], row[8][1][::2] if parked > awaiting and row[8] else ())
         for state, some in zip(STATES, names, strict=True):
             sampled += [(state, keys.queue(name)) for name in (some or ())[:_MOST_KEYS]]
-    firsts = _present(send_all(client, [("LINDEX", queue, 0) for _, queue in sampled]))
+    firsts = present(send_all(client, [("LINDEX", queue, 0) for _, queue in sampled]))
     for (state, _), first in zip(sampled, firsts, strict=True):
         with suppress(ConfigError):  # of a damaged key queue it is no id
             age = age_ms(from_wire(first or b""), now_ms)
             figures.oldest_key_ms[state] = max(figures.oldest_key_ms.get(state, 0), age)
 
 
-def _present(replies: Sequence[Reply]) -> list[Reply]:
+def present(replies: Sequence[Reply]) -> list[Reply]:
     """The replies; None where the key or group is gone, or holds something else. Raises Unavailable, AccessDenied."""
     for reply in replies:
         if isinstance(reply, (Unavailable, AccessDenied)):

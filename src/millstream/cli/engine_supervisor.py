@@ -12,7 +12,8 @@ from millstream.admin.waiting_messages import Waiting
 from millstream.cli.engine_policy import Engine, EnginePolicy
 from millstream.cli.lag_reader import LagReader
 from millstream.clock import SYSTEM_CLOCK, Backoff, Clock
-from millstream.errors import ConfigError, PipelineFailed
+from millstream.errors import ConfigError, MillstreamError, PipelineFailed
+from millstream.redis_client.formats import format_age
 from millstream.worker.process.supervisor import describe_end
 
 logger = logging.getLogger(__name__)
@@ -24,8 +25,11 @@ _STDERR = 2
 _CONFIG_CODE = 2
 _TICK_S = 0.1
 _WAITS_MS = (100.0, 30_000.0)
-_STEADY_MS = 60_000.0
-_MAX_SHORT_RUNS = 10
+_STEADY_MS: Mapping[Engine, float] = {"workers": 60_000.0, "spark": 300_000.0}
+"""A run that lasts longer is no short one. Spark may take minutes to start, and to fail in it."""
+_MAX_SHORT_RUNS: Mapping[Engine, int] = {"workers": 10, "spark": 3}
+"""How many short runs in a row are followed by a restart. The workers can take over from Spark, and no one from them."""
+_SPARK_PAUSE_MS = 600_000.0
 
 OnEvent = Callable[[Mapping[str, Any]], object]
 
@@ -34,7 +38,7 @@ class EngineSupervisor:
     """Runs the engine that `policy` chooses, until it is stopped.
 
     A change stops the child that runs, waits until it has ended, and starts the other one. A child that dies is started
-    again, after growing waits.
+    again, after growing waits. Where Spark cannot run, the workers do, and Spark is tried again after ten minutes.
 
     * `lag`: returns how many messages wait; raises Unavailable while Redis is
     * `arguments`: returns the arguments of `millstream` for an engine, at each start
@@ -67,6 +71,8 @@ class EngineSupervisor:
         self._process: subprocess.Popen[bytes] | None = None
         self._is_killed = False
         self._changed_ms = self._started_ms = self._start_due_ms = 0.0
+        self._spark_due_ms = float("-inf")
+        self._last_lag = Waiting(0)
         self._stop_seconds: float | None = None
         self._backoff = Backoff(*_WAITS_MS)
         self._short_runs = 0
@@ -75,7 +81,7 @@ class EngineSupervisor:
     def run(self, stopping: threading.Event) -> None:
         """Run the engines until `stopping`, or until a child ends in order by itself.
 
-        Raises ConfigError and PipelineFailed for a child that cannot run, and RedisError.
+        Raises ConfigError and PipelineFailed for workers that cannot run, and RedisError.
         """
         self._run_children(stopping)
         self._on_event({"event": "stopped", "changes": self._changes})
@@ -106,17 +112,24 @@ class EngineSupervisor:
         while (reading := self._lag.take()) is None:
             if stopping.wait(_TICK_S):
                 return None
+        self._last_lag = reading.lag
         return reading.lag
 
     def _check_lag(self, stopping: threading.Event) -> None:
         if (reading := self._lag.take()) is None:
             return
-        lag = reading.lag
+        lag = self._last_lag = reading.lag
         engine = self._policy.decide(lag, self._engine, reading.at_ms - self._changed_ms)
-        if engine == self._engine or stopping.is_set():
+        is_early = engine == "spark" and reading.at_ms < self._spark_due_ms
+        if engine == self._engine or is_early or stopping.is_set():
             return
-        cause = self._policy.explain(lag, engine)
-        self._on_event({"event": "change", "engine": engine, **_fields_of(lag), "cause": cause})
+        self._change(engine, self._policy.explain(lag, engine))
+        if not (stopping.is_set() or self._is_killed):
+            self._start_child()
+
+    def _change(self, engine: Engine, cause: str) -> None:
+        """Stop the child that runs, if there is one; the next start is that of the other engine."""
+        self._on_event({"event": "change", "engine": engine, **_fields_of(self._last_lag), "cause": cause})
         began_ms = self._clock.monotonic_ms()
         self._stop_child()
         self._changed_ms = self._clock.monotonic_ms()
@@ -124,8 +137,6 @@ class EngineSupervisor:
         self._stop_seconds = round((self._changed_ms - began_ms) / 1000, 3)
         self._start_due_ms, self._short_runs = 0.0, 0
         self._backoff.reset()
-        if not (stopping.is_set() or self._is_killed):
-            self._start_child()
 
     def _check_child(self) -> bool:
         """Start the child if it is due; False if it has ended in order."""
@@ -144,20 +155,31 @@ class EngineSupervisor:
         now_ms = self._clock.monotonic_ms()
         name = NAMES[self._engine]
         if code == _CONFIG_CODE:
-            raise ConfigError(f"{name} cannot run with these settings; see the error above")
-        if now_ms - self._started_ms > _STEADY_MS:
+            self._give_up(ConfigError(f"{name} cannot run with these settings; see the error above"))
+            return
+        if now_ms - self._started_ms > _STEADY_MS[self._engine]:
             self._short_runs = 0
             self._backoff.reset()
         self._short_runs += 1
-        if self._short_runs > _MAX_SHORT_RUNS:
-            raise PipelineFailed(
-                f"{name} ended {self._short_runs} times in a row soon after the start; see its errors above"
-            )
+        if self._short_runs > _MAX_SHORT_RUNS[self._engine]:
+            times = f"{self._short_runs} times in a row soon after the start"
+            self._give_up(PipelineFailed(f"{name} ended {times}; see its errors above"))
+            return
         wait_ms = self._backoff.next_ms()
         self._start_due_ms = now_ms + wait_ms
         reason = describe_end(code)
         logger.warning("%s: the process %s; restarting in %.1f s", name, reason, wait_ms / 1000)
         self._on_event({"event": "restarting", "engine": self._engine, "reason": reason})
+
+    def _give_up(self, error: MillstreamError) -> None:
+        """Change to the workers for a while if Spark cannot run; raise the error if the workers cannot."""
+        if self._engine == "workers":
+            raise error
+        self._spark_due_ms = self._clock.monotonic_ms() + _SPARK_PAUSE_MS
+        pause = format_age(_SPARK_PAUSE_MS)
+        self._change(
+            "workers", f"{error}; the workers take over, and Spark is tried again in {pause} if the lag needs it"
+        )
 
     def _start_child(self) -> None:
         # -P: the process finds modules where this one does, and not first in the working folder.

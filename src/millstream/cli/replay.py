@@ -57,10 +57,10 @@ def replay(
 ) -> None:
     """Run a handler on all messages of a key that its streams still have, in order, and show what each led to.
 
-    Only reads from Redis: the state is kept in memory, outputs and dead letters are shown. But the handler itself runs:
+    Only reads from Redis: the state is kept in memory, outputs, timers and dead letters are shown. But the handler itself runs:
     what it writes elsewhere, such as to a database or by mail, is written.
 
-    With --new, exits with 1 if the two versions differ in an output, a state or a result.
+    With --new, exits with 1 if the two versions differ in an output, a timer, a state or a result.
     """
     span = _Span(parse_start(start) or LAST_ID, LAST_ID if until is None else parse_end(until))
     environment = dict(os.environ)  # as it is before the app is loaded, which adds its folder

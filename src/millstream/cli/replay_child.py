@@ -37,7 +37,9 @@ from millstream.handlers.attempt import (
 from millstream.handlers.dead_letter import Reason
 from millstream.handlers.encoding import unpack_output
 from millstream.handlers.handler import Handler
+from millstream.handlers.key_timers import TimerChange, name_of_timer
 from millstream.model import Message
+from millstream.redis_client.key_names import own_pairs
 from millstream.worker.running.losses import crashes_allowed
 
 _HEADER_BYTES = 4
@@ -85,11 +87,21 @@ class AttemptCall:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TimerReply:
+    """A timer that an attempt has set, with the names and values of its message in turn; cancelled if `delay_ms` is None."""
+
+    name: str
+    delay_ms: int | None = None
+    pairs: Sequence[bytes] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttemptReply:
     """What an attempt led to. `other-key`: this handler gives the message another key, and has not run."""
 
     result: Literal["done", "dead-letter", "parked", "retry", "other-key"]
     outputs: Sequence[Sequence[bytes]] = ()
+    timers: Sequence[TimerReply] = ()
     state: bytes = b""
     reason: Reason | None = None
     error: str = ""
@@ -195,7 +207,8 @@ def _outcome_of(handler: Handler, message: Message, call: AttemptCall, runner: a
 def _reply_of(outcome: Outcome, before: bytes) -> AttemptReply:
     if isinstance(outcome, Done):
         outputs = [unpack_output(one) for one in outcome.outputs]
-        return AttemptReply(result="done", outputs=outputs, state=outcome.state)
+        timers = [_timer_reply(one) for one in outcome.timers]
+        return AttemptReply(result="done", outputs=outputs, timers=timers, state=outcome.state)
     if isinstance(outcome, DeadLettered | Parked):
         return AttemptReply(
             result="parked" if isinstance(outcome, Parked) else "dead-letter",
@@ -205,3 +218,11 @@ def _reply_of(outcome: Outcome, before: bytes) -> AttemptReply:
             traceback=outcome.traceback,
         )
     return AttemptReply(result="retry", state=before, error=outcome.error)
+
+
+def _timer_reply(change: TimerChange) -> TimerReply:
+    own_id, delay_ms, packed = change
+    name = name_of_timer(own_id)
+    if delay_ms == "":
+        return TimerReply(name=name)
+    return TimerReply(name=name, delay_ms=delay_ms, pairs=own_pairs(unpack_output(packed)))

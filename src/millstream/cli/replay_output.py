@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from millstream.admin.key_history import KeptEntries
+from millstream.cli.replay_child import TimerReply
 from millstream.cli.replay_process import Replayed, Result
 from millstream.cli.terminal import print_json, print_line, print_message, print_text, truncate_on_screen
 from millstream.handlers.upcasting import parse_state
@@ -24,7 +25,7 @@ _CLEAR_LINE = "\r\x1b[K"
 _NAMES: Mapping[Result, str] = {"dead-letter": "dead letter", "other-key": "gets another key"}
 _UNSIMULATED = (
     "not simulated: back-off and when messages ran, other keys, rate, breaker, states that expired or were reset, "
-    "messages that were skipped, and writing the outputs; after a parked or blocked message it goes on as after "
+    "messages that were skipped, and writing outputs and timers; after a parked or blocked message it goes on as after "
     "`millstream key skip`"
 )
 
@@ -132,6 +133,7 @@ class ReplayOutput:
             words.append(f"({one.attempts:,} attempts)")
         line = " ".join(words)
         parts = [f"output {_short(json_fields(pairs)['fields'])}" for pairs in one.outputs]
+        parts += [_timer_text(timer) for timer in one.timers]
         if one.takes_state:
             parts.insert(0, f"state {_short(_state_json(one))}")
         print_line("  ".join([line, *parts]))
@@ -148,6 +150,9 @@ class ReplayOutput:
         return {
             "result": one.result,
             "outputs": [json_fields(pairs) for pairs in one.outputs],
+            "timers": [
+                {"name": timer.name, "delay_ms": timer.delay_ms, **json_fields(timer.pairs)} for timer in one.timers
+            ],
             "state": _state_json(one),
             "attempts": one.attempts,
             "reason": one.reason,
@@ -162,6 +167,12 @@ class ReplayOutput:
     def _print_json(self, line: dict[str, Any]) -> None:
         self._progress.clear()
         print_json(line, flush=True)
+
+
+def _timer_text(timer: TimerReply) -> str:
+    if timer.delay_ms is None:
+        return f"timer {timer.name} cancelled"
+    return f"timer {timer.name} after {timer.delay_ms:,} ms {_short(json_fields(timer.pairs)['fields'])}"
 
 
 def _state_json(one: Replayed) -> Any:

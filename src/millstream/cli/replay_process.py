@@ -12,10 +12,19 @@ from typing import IO, Literal, Self
 import msgspec
 
 from millstream.cli.log_output import settings as log_settings
-from millstream.cli.replay_child import AttemptCall, AttemptReply, HandlerFacts, ReplayJob, read_frame, write_frame
+from millstream.cli.replay_child import (
+    AttemptCall,
+    AttemptReply,
+    HandlerFacts,
+    ReplayJob,
+    TimerReply,
+    read_frame,
+    write_frame,
+)
 from millstream.errors import ConfigError
 from millstream.handlers.dead_letter import Reason
 from millstream.handlers.upcasting import parse_state
+from millstream.redis_client.replies import mapping_of
 from millstream.worker.process.supervisor import describe_end
 
 _STDERR = 2
@@ -33,13 +42,14 @@ class Replayed:
 
     * `result`: "done"; "dead-letter"; "parked" or "blocked": its key would wait; or "other-key": this handler gives the
       message another key, and has not run
-    * `outputs`: each as names and values in turn
+    * `outputs`: each as names and values in turn; `timers`: those of the key that it has set and cancelled, in order
     * `state`: of the key afterwards, as it is stored in Redis; `takes_state`: the handler takes a State
     * `reason`, `error`, `traceback`: why it failed; `attempts`: how many it took
     """
 
     result: Result
     outputs: Sequence[Sequence[bytes]]
+    timers: Sequence[TimerReply]
     state: bytes
     takes_state: bool
     reason: Reason | None
@@ -48,12 +58,13 @@ class Replayed:
     attempts: int
 
     def differs_from(self, other: "Replayed") -> bool:
-        """Whether result, reason, outputs or state differ; the order of names does not count."""
+        """Whether result, reason, outputs, timers or state differ; the order of names does not count."""
         return self._compared() != other._compared()
 
     def _compared(self) -> tuple[object, ...]:
-        outputs = [dict(zip(one[::2], one[1::2], strict=True)) for one in self.outputs]
-        return self.result, self.reason, outputs, _encode_sorted(parse_state(self.state))
+        outputs = [mapping_of(one) for one in self.outputs]
+        timers = [(one.name, one.delay_ms, mapping_of(one.pairs)) for one in self.timers]
+        return self.result, self.reason, outputs, timers, _encode_sorted(parse_state(self.state))
 
 
 class _Crashed(Exception):
@@ -166,6 +177,7 @@ def _replayed(reply: AttemptReply, attempts: int, *, takes_state: bool) -> Repla
     return Replayed(
         result="blocked" if reply.result == "retry" else reply.result,
         outputs=reply.outputs,
+        timers=reply.timers,
         state=reply.state,
         takes_state=takes_state,
         reason=reply.reason,

@@ -19,7 +19,7 @@ from millstream.errors import DecodeError, MissingKey, OutputError, Reject, text
 from millstream.handlers.dead_letter import DeadLetter, Reason
 from millstream.handlers.encoding import pack_output
 from millstream.handlers.handler import Handler
-from millstream.handlers.key_timers import After, Cancel, Origin, TimerChange, TimerChanges, encode_timer
+from millstream.handlers.key_timers import After, Cancel, Origin, TimerChange, TimerChanges, encode_timer, origin_of
 from millstream.handlers.time_limit import TimeLimit
 from millstream.handlers.upcasting import NewerState, current_state, encode_state
 from millstream.model import Message, Retry, State
@@ -270,7 +270,7 @@ async def _run(handler: Handler, message: Message, arguments: dict[str, Any]) ->
     loop = asyncio.get_running_loop()
     task = asyncio.current_task(loop)
     assert task is not None
-    origin = message.stream, message.id, message.key
+    origin = origin_of(handler, message)
     expired: list[bool] = []
     earlier = task.cancelling()
 
@@ -307,7 +307,7 @@ def _run_plain(handler: Handler, message: Message, arguments: dict[str, Any], gu
 
 
 def _call(handler: Handler, message: Message, arguments: dict[str, Any]) -> RunResult:
-    origin = message.stream, message.id, message.key
+    origin = origin_of(handler, message)
     # Errors are returned, not raised: a StopIteration, for one, cannot pass through a coroutine.
     try:
         return encode_results(handler, origin, handler.function(**arguments))

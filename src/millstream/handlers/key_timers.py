@@ -9,6 +9,7 @@ from millstream.errors import ConfigError, DecodeError, OutputError
 from millstream.handlers.encoding import pack_output, pack_pairs, unpack_output
 from millstream.handlers.firing_times import LONGEST_MS, parse_interval_ms
 from millstream.handlers.handler import Handler
+from millstream.handlers.limits import limited_value, share_of
 from millstream.handlers.time_limit import TimeLimit
 from millstream.handlers.upcasting import VERSION_FIELD, current_version
 from millstream.model import Message, State, value_of
@@ -24,8 +25,8 @@ class After:
     and name is replaced.
 
     * `delay`: text like "30s", "5m", "2h" or "7d", or a timedelta; at most 366 days
-    * `message`: a mapping, dataclass, msgspec.Struct or pydantic model that the handler can take; if it lacks the field
-      of the key, the field is added
+    * `message`: a mapping, dataclass, msgspec.Struct or pydantic model that the handler can take, and its limit; if it
+      lacks the field of the key, or the one that the limit counts by (`per`), the field is added
     * `name`: 1 to 100 letters, digits, '_' or '-'
 
     Raises OutputError for values out of range, which makes a dead letter of the message.
@@ -72,8 +73,13 @@ TimerChange = tuple[bytes, int | Literal[""], bytes]
 
 TimerChanges = Sequence[TimerChange]
 
-Origin = tuple[str, str, bytes | None]
-"""Stream, id and key of the message that a handler was run on."""
+Origin = tuple[str, str, bytes | None, bytes | None]
+"""Stream, id and key of the message that a handler was run on, and its value that the handler's limit counts by."""
+
+
+def origin_of(handler: Handler, message: Message) -> Origin:
+    """Return what a timer takes from the message that sets it. Before the run: a handler may change its message."""
+    return message.stream, message.id, message.key, limited_value(handler.limit, message.pairs)
 
 
 def timer_id(label: str, name: str, key: bytes) -> bytes:
@@ -88,7 +94,7 @@ def name_of_timer(own_id: bytes) -> str:
 
 def encode_timer(handler: Handler, origin: Origin, timer: After | Cancel) -> TimerChange:
     """Return the change that `handler` asks for with `timer`, after the message of `origin`. Raises OutputError."""
-    stream, message_id, key = origin
+    stream, message_id, key, limited = origin
     where = f"{handler.label}: {type(timer).__name__}(name={timer.name!r})"
     if key is None:
         advice = "the message has no key" if handler.key is not None else 'give the handler key="field"'
@@ -101,19 +107,25 @@ def encode_timer(handler: Handler, origin: Origin, timer: After | Cancel) -> Tim
     if isinstance(timer, Cancel):
         return own_id, "", b""
     try:
-        pairs = _pairs_of(handler, Message(stream, message_id, (), key), timer.message)
+        pairs = _pairs_of(handler, Message(stream, message_id, (), key), limited, timer.message)
         packed = pack_pairs([REDRIVE_FIELD, handler.label.encode(), TIMER_FIELD, timer.name.encode(), *pairs])
     except OutputError as error:
         raise OutputError(f"{where}: {error}") from error
     return own_id, timer.delay_ms or 0, packed
 
 
-def _pairs_of(handler: Handler, message: Message, content: object) -> list[bytes]:
-    """Return the fields of a timer's message, with its key. Raises OutputError if the handler could not take it."""
+def _pairs_of(handler: Handler, message: Message, limited: bytes | None, content: object) -> list[bytes]:
+    """Return the fields of a timer's message, with its key and the value that the handler's limit counts by.
+
+    Raises OutputError if the handler could not take it, or its limit.
+    """
     assert message.key is not None
     pairs = unpack_output(pack_output(content))
     if handler.key_field is not None and value_of(pairs, to_wire(handler.key_field)) is None:
         pairs = [to_wire(handler.key_field), message.key, *pairs]
+    limit = handler.limit
+    if limit is not None and limit.per is not None and limited is not None and limited_value(limit, pairs) is None:
+        pairs += [to_wire(limit.per), limited]
     if handler.message_upcasts and value_of(pairs, to_wire(VERSION_FIELD)) is None:
         pairs += [to_wire(VERSION_FIELD), b"%d" % current_version(handler.message_upcasts)]
     made = Message(message.stream, message.id, pairs)
@@ -124,6 +136,8 @@ def _pairs_of(handler: Handler, message: Message, content: object) -> list[bytes
                 f"its message has the key {made.key!r}, and the message that sets it {message.key!r}; use the same key"
             )
         handler.bind(made, State())
+        if limit is not None:
+            share_of(limit, pairs)
     except DecodeError as error:
         if isinstance(error.__cause__, TimeLimit):  # a key function or an upcast may raise anything, and all is caught
             raise error.__cause__ from None

@@ -70,9 +70,14 @@ def _wire_name(name: str) -> bytes:
     return to_wire(name)
 
 
+def limited_value(limit: Limit | None, pairs: Sequence[bytes]) -> bytes | None:
+    """Return the value of a message that the limit counts by; None if there is no such field, or no limit of values."""
+    return None if limit is None or limit.per is None else value_of(pairs, _wire_name(limit.per))
+
+
 def share_of(limit: Limit, pairs: Sequence[bytes]) -> Share:
     """Return what a message with these names and values takes of the limit. Raises DecodeError if its cost is no cost."""
-    value = b"" if limit.per is None else value_of(pairs, _wire_name(limit.per)) or b""
+    value = limited_value(limit, pairs) or b""
     if limit.rate is None:
         return Share(value, None)
     cost = 1.0 if limit.cost is None else _cost_of(limit.cost, limit.amount, pairs)

@@ -25,6 +25,7 @@ strict = App("strict")
 limited = App("limited")
 coroutine = App("coroutine")
 keyed = App("keyed")
+kept = App("kept")
 listed = App("listed")
 gathered = App("gathered")
 streamed = App("streamed")
@@ -154,6 +155,15 @@ app.handler("in", name="work", into="out", retry=Retry(attempts=10, delay_ms=20)
 strict.handler("in", name="work", into="out", retry=SHORT)(work)
 limited.handler("in", name="work", into="out", retry=SHORT, time_limit_ms=1_500)(work)
 keyed.handler("in", name="work", into="out", key="key", retry=Retry(attempts=6, delay_ms=20))(work_keyed)
+kept.handler(
+    "in",
+    name="work",
+    into="out",
+    key="key",
+    retry=Retry(attempts=6, delay_ms=20),
+    state_ttl_ms=3_600_000,
+    state_upcasts=[lambda state: {"count": state["seen"]}],
+)(work_keyed)
 listed.handler("in", name="work", into="out", key="key", retry=Retry(attempts=6, delay_ms=20), batch_size=20)(work_list)
 gathered.handler(
     "in",

@@ -209,12 +209,26 @@ class AsyncRunner(_Start):
         if self._permits is None:
             return await self._steps.run_async(message, state)
         # In threads, so that the loop does not wait for Redis: the other runs go on.
-        in_thread = partial(asyncio.get_running_loop().run_in_executor, self._permit_threads)
-        permit = await in_thread(self._permits.take, delivery, message)
+        asked = self._permit_threads.submit(self._permits.take, delivery, message)
+        try:
+            permit = await asyncio.wrap_future(asked)
+        except asyncio.CancelledError:
+            # The thread may be asking, and be granted the permit: without this it would be held as long as the lease.
+            asked.add_done_callback(partial(self._permits.give_back_granted, delivery))
+            _end_cancellation()
+            return self._permits.unanswered(message)
         if not isinstance(permit, Share):
             return permit
         try:
             return await self._steps.run_async(message, state)
         finally:
             self._finish(delivery)
+            in_thread = partial(asyncio.get_running_loop().run_in_executor, self._permit_threads)
             await in_thread(self._permits.give_back, delivery, permit)
+
+
+def _end_cancellation() -> None:
+    """Let the current task go on after it was cancelled: with the next message of the key, or to its end."""
+    task = asyncio.current_task()
+    while task is not None and task.cancelling():
+        task.uncancel()

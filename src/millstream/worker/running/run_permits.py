@@ -1,6 +1,7 @@
 """RunPermits: a runner takes a permit of the handler's limit for each message before it runs, and returns it after."""
 
 import logging
+from concurrent.futures import Future
 
 from millstream.clock import Clock
 from millstream.delivery.keyed_stream import lease_of
@@ -35,10 +36,12 @@ class RunPermits:
     def take(self, delivery: Delivery, message: Message) -> Share | RetryLater | DeadLettered:
         """Take a permit for a message; return its share if it may run, else the outcome of the message.
 
-        Its run begins when this returns: the question counts for no time limit.
+        Its run begins when this returns: the question counts for no time limit. With `at_once`, a reserved permit is
+        asked for again: it may have ended meanwhile, since Redis keeps none for longer than a run lasts.
         """
-        if (reserved := self._reserved.pop(delivery, None)) is not None:
-            return reserved
+        reserved = self._reserved.pop(delivery, None)
+        if reserved is not None and self._permits.limit.at_once is None:
+            return reserved  # of the rate alone, which no other message gets back
         if (refusal := check_key(self._handler, message)) is not None:
             return refusal
         share = self._permits.share_of(message)
@@ -62,6 +65,16 @@ class RunPermits:
     def drop_reserved(self, delivery: Delivery) -> None:
         """Return the reserved permit of a message that has not run after all."""
         if (share := self._reserved.pop(delivery, None)) is not None:
+            self.give_back(delivery, share)
+
+    def unanswered(self, message: Message) -> RetryLater | DeadLettered:
+        """Return the outcome of a message whose run was cancelled before its permit was granted: it waits for another."""
+        share = self._permits.share_of(message)
+        return share if isinstance(share, DeadLettered) else self._permits.refusal_of(share, _RETRY_MS)
+
+    def give_back_granted(self, delivery: Delivery, asked: Future[Share | RetryLater | DeadLettered]) -> None:
+        """Return the permit that `take` has granted to a run that was cancelled meanwhile."""
+        if not asked.cancelled() and asked.exception() is None and isinstance(share := asked.result(), Share):
             self.give_back(delivery, share)
 
     def _ask(self, delivery: Delivery, message: Message, share: Share) -> Share | RetryLater:

@@ -185,9 +185,11 @@ local function waits_for_more(name)
   return true
 end
 
--- Whether the rest of this call would cut a list short that has waited for all of its entries.
-local function is_short_of_room()
-  return wait_for_more_ms > 0 and #leased > 0 and max_entries - count < together
+-- Whether the rest of this call would cut the list of a queue short that has waited for its entries.
+local function is_short_of_room(name)
+  local room = max_entries - count
+  if wait_for_more_ms == 0 or #leased == 0 or room >= together then return false end
+  return redis.call('LLEN', queue_of(name)) > room
 end
 
 -- Store who holds the queues, and until when, with one command for many; and load their states.
@@ -223,14 +225,21 @@ local function add_cancellations(from, to)
 end
 
 -- Queues are removed from the ready list at the end, together: if anything fails before, they are still ready.
+local is_full = false
 while #leased < max_queues and count < max_entries and #gone < MOST_GONE and unfit == 0 and #waiting < MOST_WAITING
-  and not is_short_of_room() do
+  and not is_full do
   local least = math.min(max_queues - #leased, math.ceil((max_entries - count) / longest))
   local names = redis.call('LRANGE', READY, used, used + least - 1)
   if #names == 0 then break end
   for _, name in ipairs(names) do
-    if #gone >= MOST_GONE or unfit > 0 or is_short_of_room() then break end
-    if waits_for_more(name) then used = used + 1 else lease_queue(name) end
+    if #gone >= MOST_GONE or unfit > 0 then break end
+    if waits_for_more(name) then
+      used = used + 1
+    else
+      is_full = is_short_of_room(name)
+      if is_full then break end
+      lease_queue(name)
+    end
   end
 end
 local any_canceled = #leased > 0 and redis.call('EXISTS', CANCELED) == 1

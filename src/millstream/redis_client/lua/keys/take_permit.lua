@@ -12,8 +12,8 @@
 -- INVARIANTS  At most so many permits of a value are held at once, and messages of a value begin as far apart as the
 --   rate demands (the generic cell rate algorithm, ITU-T I.371; its tolerance is CATCH_UP_MS, for those that waited): an
 --   execution that asks too early, or that takes the place of another one, is refused. Waiting only orders those that
---   are refused, and times their next question. A call that is repeated takes one permit; of the rate it may take twice
---   as much.
+--   are refused, and times their next question. A call that is repeated takes one permit, which then lasts as
+--   long as a new one; of the rate it may take twice as much.
 
 -- include ids
 -- include key_queues
@@ -25,7 +25,17 @@ if refusal then return refusal end
 local name, value, at_once, holder = ARGV[2], ARGV[3], ARGV[4], ARGV[7]
 local takes_ms, hold_ms = tonumber(ARGV[5]), tonumber(ARGV[9])
 local limited, permits = limited_by(value), permits_of(value)
-if redis.call('HEXISTS', permits, holder) == 1 then return 0 end
+
+-- Let a key last for so many milliseconds, or longer: another message may need it for longer.
+local function keep(key, ms)
+  local left_ms = redis.call('PTTL', key)
+  if left_ms < ms then redis.call('PEXPIRE', key, string.format('%.0f', ms)) end
+end
+
+if redis.call('HEXISTS', permits, holder) == 1 then
+  keep(permits, hold_ms) -- the run may begin only now
+  return 0
+end
 
 local now, rate = precise_now_ms(), rate_of(value)
 local waited = redis.call('ZSCORE', limited, name)
@@ -36,12 +46,6 @@ if takes_ms then
   free_at, last_takes_ms, behind = tonumber(found[1] or 0), tonumber(found[2] or 0), tonumber(found[3] or 0)
   -- The clock went back, or the rate was lower before.
   if free_at > now + math.min(last_takes_ms, tonumber(ARGV[6])) then free_at = now end
-end
-
--- Let a key last for so many milliseconds, or longer: another message may need it for longer.
-local function keep(key, ms)
-  local left_ms = redis.call('PTTL', key)
-  if left_ms < ms then redis.call('PEXPIRE', key, string.format('%.0f', ms)) end
 end
 
 local function store_rate(until_ms, ...)
