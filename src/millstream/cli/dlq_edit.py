@@ -1,4 +1,4 @@
-"""`millstream dlq edit`: redrives a dead letter with other fields."""
+"""`millstream dlq edit`: resends a dead letter with other fields."""
 
 import os
 from collections.abc import Sequence
@@ -34,6 +34,12 @@ def edit_letter(
     removed: Annotated[
         list[str] | None, typer.Option("--remove", metavar="NAME", help="A field that the copy does not have.")
     ] = None,
+    original: Annotated[
+        bool,
+        typer.Option(
+            "--original", help="Begin with the fields that the message had before its edits, as `show` has them."
+        ),
+    ] = False,
     by: Annotated[
         str | None,
         typer.Option("--by", metavar="NAME", help="The editor, as the copy says. Default: the user of this process."),
@@ -43,7 +49,7 @@ def edit_letter(
     url: Url = DEFAULT_URL,
     as_json: Json = False,
 ) -> None:
-    """Redrive a copy of a dead letter with other fields. The letter goes in the step that adds the copy.
+    """Redrive a copy of a dead letter with other fields. The letter stays until the copy is committed.
 
     The copy has a last field, `millstream.edited`, that names the editor.
     """
@@ -57,9 +63,12 @@ def edit_letter(
         found = next((one.letter for one in queue.find(wanted)), None)
         if found is None:
             raise MillstreamError(f"{ref.letter_id} is no dead letter (any more): see `millstream dlq list`")
-        if missing := gone - {*found.pairs[::2]}:
+        first = found.pairs_before_edit if original else found.pairs
+        if first is None:
+            raise ConfigError(f"--original: {ref.letter_id} is not the dead letter of an edited copy")
+        if missing := gone - {*first[::2]}:
             raise ConfigError(f"the dead letter has no field {escape(min(missing))!r}")
-        pairs = edit(found.pairs, new_values, gone)
+        pairs = edit(first, new_values, gone)
         changes = compare(found.pairs, pairs)
         new_id, problem = None, ""
         if not dry_run:

@@ -25,7 +25,7 @@ from millstream.partitions.key_migration import KeyMigration
 from millstream.partitions.partitions import Partitions
 from millstream.producer.producer import Producer
 from millstream.redis_client.client import Client
-from millstream.redis_client.key_names import HandlerKeys, worker_name_key
+from millstream.redis_client.key_names import EDITED_FIELD, REDRIVE_FIELD, HandlerKeys, worker_name_key
 from millstream.worker import ReadingLoop
 from millstream.worker.delayed_mover import TrackedDelayedMessages
 from millstream.worker.fetching.hinted_key_fetcher import ReadyHints
@@ -58,6 +58,12 @@ def letter() -> DeadLetter:
         error="no",
         time_ms=0,
     )
+
+
+def resend(admin: Client, keys: HandlerKeys, entry_id: bytes) -> None:
+    """Add a dead letter whose edited copy this entry is."""
+    letter_id = admin.execute("XADD", keys.dead_letters, "*", *letter().items())
+    admin.execute("HSET", keys.resent, entry_id, letter_id, b"l" + letter_id, entry_id)
 
 
 def reliable(client: Client, name: str = "w-0") -> ReliableStream:
@@ -96,6 +102,8 @@ def work(url: str, admin: Client) -> None:
         found = stream.fetch(count=7)
         effects = stream.effects_of(found[0])
         effects.outputs = [pack_output({"n": 1})]
+        resend(admin, KEYS, found[0].id)
+        effects.add_copy(found[0].id.decode())
         assert stream.commit([effects]) == []
         assert stream.ack(found[1]) == []
         assert stream.dead_letter((found[2], letter())) == []
@@ -219,7 +227,9 @@ def work_on_partitions(client: Client, admin: Client) -> None:
     assert isinstance(side, ByPartition)
     side.discover(client)
     old = layout.stream(layout.owners(key.encode())[0])
-    assert side._forward(old, key.encode(), b"1-0", [b"k", key.encode()])
+    resend(admin, HandlerKeys("shop", "bill", old), b"1-0")
+    pairs = [REDRIVE_FIELD, b"shop.bill", b"k", key.encode(), EDITED_FIELD, b"ann"]
+    assert side._forward(old, key.encode(), b"1-0", pairs)
     side.close()
 
 
