@@ -107,8 +107,8 @@ class Redriven(NamedTuple):
     problem: str = ""
 
     @property
-    def is_taken(self) -> bool:
-        """Whether another redrive or purge took the letter: it is not in the queue any more, or a copy is under way."""
+    def is_settled(self) -> bool:
+        """Whether another redrive or purge came first: the letter is gone from the queue, or its copy is under way."""
         return self.problem == _GONE or self.problem.startswith(_UNDER_WAY)
 
 

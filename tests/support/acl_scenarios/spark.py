@@ -34,8 +34,9 @@ from tests.support.running_codes import CODE
 from tests.support.waiting import eventually
 
 
-def effects_on(entry_id: str) -> Effects:
-    """All kinds of effects of one message."""
+def effects_on(admin: Client, entry_id: str) -> Effects:
+    """All kinds of effects of one message, which is the edited copy of a dead letter, too."""
+    resend(admin, KEYS, entry_id.encode())
     letters = [letter().items()]
     unit = Effects(
         b"kA", b"", b"A", b"\x80", cleared_counts=[entry_id], outputs=[pack_output({"n": 1})], dead_letters=letters
@@ -89,8 +90,7 @@ def run_on_spark(url: str, admin: Client) -> None:
         assert store.load({"orders": ([b"kA"], [b"A"])}) == {"orders": {}}
         client.execute("XRANGE", "orders", "-", "+", "COUNT", 1)  # as tasks do
         store.set_crash_count("orders", ids[0].decode(), store.crash_count("orders", ids[0].decode()) + 1)
-        resend(admin, KEYS, ids[0])
-        assert store.commit({"orders": [effects_on(ids[0].decode())]}) == []
+        assert store.commit({"orders": [effects_on(admin, ids[0].decode())]}) == []
         store.advance_committed({"orders": EntryId.parse(ids[9])})
         ProgressGroup(client, KEYS.group).publish(ends)
         stream = reliable(admin)

@@ -14,7 +14,7 @@ from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.delayed_messages import DelayedMessages
 from millstream.delivery.keyed_stream import KeyedStream, KeyLease, LeaseRelease, queue_of_key
 from millstream.delivery.permits import Permits
-from millstream.delivery.reliable_stream import ReliableStream, remove_consumers
+from millstream.delivery.reliable_stream import Delivery, ReliableStream, remove_consumers
 from millstream.delivery.run_times import report_run_times
 from millstream.errors import ConfigError
 from millstream.handlers.dead_letter import DeadLetter
@@ -100,11 +100,7 @@ def work(url: str, admin: Client) -> None:
         stream.refresh()
         stream.reserve_rate(1_000.0, 7, None)
         found = stream.fetch(count=7)
-        effects = stream.effects_of(found[0])
-        effects.outputs = [pack_output({"n": 1})]
-        resend(admin, KEYS, found[0].id)
-        effects.add_copy(found[0].id.decode())
-        assert stream.commit([effects]) == []
+        commit_copy(admin, stream, found[0])
         assert stream.ack(found[1]) == []
         assert stream.dead_letter((found[2], letter())) == []
         stream.begin_isolation(found[3], "t-0 w-9")
@@ -132,6 +128,15 @@ def work(url: str, admin: Client) -> None:
         publish_a_firing(client)
         work_by_keys(client, admin)
         work_on_partitions(client, admin)
+
+
+def commit_copy(admin: Client, stream: ReliableStream, delivery: Delivery) -> None:
+    """Commit an entry that is the edited copy of a dead letter, with an output."""
+    resend(admin, KEYS, delivery.id)
+    effects = stream.effects_of(delivery)
+    effects.outputs = [pack_output({"n": 1})]
+    effects.add_copy(delivery.id.decode())
+    assert stream.commit([effects]) == []
 
 
 def report_and_read_figures(client: Client) -> None:
