@@ -11,12 +11,13 @@ import pytest
 from millstream import Message, Reject
 from millstream.admin.forgetting import Forgetting
 from millstream.admin.key_queues import skip
-from millstream.delivery.commit_store import COMMIT
+from millstream.delivery.commit_store import COMMIT, CommitStore
 from millstream.delivery.dead_letter_queue import DeadLetterFilter, DeadLetterQueue
 from millstream.delivery.keyed_stream import KeyedStream, queue_of_key
 from millstream.delivery.reliable_stream import ReliableStream
-from millstream.errors import MillstreamError, Unavailable
+from millstream.errors import AccessDenied, MillstreamError, Unavailable, WrongType
 from millstream.handlers.dead_letter import DeadLetter
+from millstream.handlers.encoding import pack_output
 from millstream.handlers.handler import Handler
 from millstream.partitions.key_migration import FORWARD_ENTRY, forward_entry
 from millstream.partitions.partitions import Partitions
@@ -82,12 +83,13 @@ def is_replaced(client: Client, letter_id: str) -> bool:
 def test_on_workers_a_dead_letter_goes_with_the_commit_of_its_copy(
     client: Client, lists: bool, options: dict[str, Any], into: str | None
 ) -> None:
+    client.execute("XADD", "in", "*", "k", "a", "n", "0")
     resend(client, "1")
     kept = add_dead_letter(client, PAIRS, keys=KEYS)
     with working(client, handler_of(lists=lists, into=into, **options)):
         eventually(lambda: [one.letter_id for one in letters(client)] == [kept], "the commit of the copy")
     assert client.execute("EXISTS", KEYS.resent) == 0
-    assert client.execute("XLEN", "out") == bool(into)
+    assert client.execute("XLEN", "out") == (2 if into else 0)
 
 
 @EVERY_KIND
@@ -271,6 +273,58 @@ def test_a_refused_commit_of_a_copy_leaves_its_dead_letter(client: Client) -> No
     assert [one.letter_id for one in letters(client)] == [letter_id]
     assert second.ack(claimed) == []
     assert letters(client) == []
+
+
+@pytest.mark.parametrize("right", ["xdel", "xrange", "hdel"])
+def test_a_worker_without_a_right_that_the_commit_of_a_copy_needs_writes_nothing(
+    millstream_fresh_server: EmbeddedServer, right: str
+) -> None:
+    with Client(millstream_fresh_server.url) as client, limited(client, right) as worker:
+        letter_id, _ = resend(client, "1")
+        stream = ReliableStream(client, "in", app="app", handler="handle", consumer="w", into="out")
+        stream.join()
+        (delivery,) = stream.fetch(count=10)
+        effects = stream.effects_of(delivery)
+        effects.add_outputs([pack_output({"n": 1})])
+        store = CommitStore(worker, app="app", handler="handle", into="out", consumer="w")
+        with pytest.raises(AccessDenied, match=f"(?i){right}"):
+            store.with_token(stream.token).commit({"in": [effects]})
+        assert (client.execute("EXISTS", "out"), is_committed(client)) == (0, False)
+        assert [one.letter_id for one in letters(client)] == [letter_id]
+        client.execute("RENAME", KEYS.resent, "kept")
+        client.execute("SET", KEYS.resent, "another program's")
+        with pytest.raises(WrongType, match="resent"):
+            stream.commit([effects])
+        assert (client.execute("EXISTS", "out"), is_committed(client)) == (0, False)
+        client.execute("RENAME", "kept", KEYS.resent)
+        assert stream.commit([effects]) == []
+        assert (client.execute("XLEN", "out"), letters(client)) == (1, [])
+
+
+def limited(client: Client, right: str) -> Client:
+    """A client that may do everything but this."""
+    client.execute("ACL", "SETUSER", "limited", "on", ">secret", "~*", "+@all", f"-{right}")
+    return Client(client.url.replace("redis://", "redis://limited:secret@"))
+
+
+@pytest.mark.parametrize("right", ["hset", "hdel", "xdel"])
+def test_an_operator_without_a_right_that_an_edit_or_a_skip_needs_changes_nothing(
+    millstream_fresh_server: EmbeddedServer, right: str
+) -> None:
+    with Client(millstream_fresh_server.url) as client, limited(client, right) as operator:
+        letter_id = add_dead_letter(client, PAIRS, keys=KEYS)
+        (ref,) = DeadLetterQueue(client).select(DeadLetterFilter())
+        with pytest.raises(AccessDenied, match=f"(?i){right}"):
+            DeadLetterQueue(operator).redrive_edited(ref, PAIRS, by="ann")
+        assert client.execute("EXISTS", "in", KEYS.resent) == 0
+        if right == "xdel":
+            assert DeadLetterQueue(client).redrive_edited(ref, PAIRS, by="ann").new_id
+            stream = keyed(client)
+            stream.join()
+            stream.enqueue_new(count=10, max_pending=10)
+            with pytest.raises(AccessDenied, match=r"(?i)xdel"):
+                skip(operator, KEYS, b"ka", error="skipped by ann")
+        assert [one.letter_id for one in letters(client)] == [letter_id]
 
 
 # --- Partitions ---

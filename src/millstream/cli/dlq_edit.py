@@ -18,7 +18,6 @@ from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import escape
 
-
 Original = Annotated[
     bool,
     typer.Option("--original", help="Begin with the fields that the message had before its edits, as `show` has them."),
