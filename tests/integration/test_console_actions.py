@@ -23,9 +23,10 @@ from millstream.handlers.dead_letter import DeadLetter
 from millstream.producer import Producer
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys, audit_key
+from millstream.services.console import Level
 from millstream.services.console.views import keys
 from tests.support.commandline import call
-from tests.support.consoles import Browser, Page, console, fill_with
+from tests.support.consoles import Browser, Page, authorized, console, fill_with
 from tests.support.keyed_fixtures import joined_by_field
 from tests.support.waiting import eventually
 
@@ -299,7 +300,7 @@ def test_dead_letters_are_grouped_by_reason_and_error_without_its_numbers(browse
 def test_groups_of_dead_letters_hold_no_messages(browser: Browser, client: Client) -> None:
     add_letters(client, "order 7 is broken")
     client.execute("XADD", KEYS.dead_letters, "*", "foreign", "x" * 1_000)
-    found = list(find_letters(client, app="shop", handler="pay"))
+    found = find_letters(client, app="shop", handler="pay").letters
     assert [[*one.pairs, *(one.letter.pairs if one.letter else ())] for one in found] == [[]] * 3
     page = browser.get(LETTERS)
     assert "3 in 3 groups" in page.text
@@ -318,6 +319,59 @@ def test_a_group_of_dead_letters_is_redriven_after_a_dry_run(browser: Browser, c
     assert errors_left(client) == ["ValueError: x"]
     assert last(client).result == "2 of 2 redriven"
     assert browser.send(question, "/letters/redrive").status == 404, "they are gone"
+
+
+def test_a_step_that_leaves_dead_letters_says_so_in_its_question_and_its_result(
+    browser: Browser, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_letters(client, "order 7 is broken", "order 8 is broken")
+    more = "and this one has more: repeat this for the rest"
+    for name in ("letters", "dead_letter_groups"):
+        where = "services.console.views" if name == "letters" else "admin"
+        monkeypatch.setattr(f"millstream.{where}.{name}.MOST_LETTERS", 2)
+    page = browser.get(LETTERS)
+    assert "These are the first 2, and there are more" in page.text
+    question = browser.send(page, "/letters/redrive")
+    assert f"{more}, or use the command, which takes all without --limit." in question.text
+    assert "millstream dlq redrive shop.pay --limit 2" in question.text
+    done = browser.send(question, "/letters/redrive")
+    assert "2 dead letters redriven." in done.text
+    assert more in done.text
+    rest = browser.send(browser.get(LETTERS), "/letters/purge")
+    assert ("1 dead letter would be deleted" in rest.text, more in rest.text) == (True, False)
+    assert more not in browser.send(rest, "/letters/purge", confirm="1").text
+    assert errors_left(client) == []
+
+
+def test_a_group_whose_errors_are_hidden_is_opened_redriven_and_exported_without_naming_its_error(
+    client: Client,
+) -> None:
+    fill_with(client, "x")
+    add_letters(client, "order 7 is broken", "order 8 is broken")
+
+    def redact(name: str, text: str) -> str:
+        return "(hidden)" if name == "error" else text
+
+    with authorized(client.url, Level.ADMIN, redact=redact) as browser:
+        page = browser.get(LETTERS)
+        links = [one for one in page.links if "sample=" in one]
+        assert len(links) == 2
+        group = browser.get(links[0])
+        assert "2 failed: (hidden)" in group.text
+        guess = browser.get(f"{LETTERS}&reason=failed&error=order+N+is+broken")
+        assert guess.status == 404, "no guess is confirmed"
+        exported = browser.send(group, "/letters/export")
+        assert len(exported.html.splitlines()) == 2
+        question = browser.send(group, "/letters/redrive")
+        assert "2 dead letters would be redriven: 2 of orders." in question.text
+        back = browser.get(next(one for one in question.links if "sample=" in one))
+        assert "2 failed: (hidden)" in back.text
+        done = browser.send(question, "/letters/redrive")
+        assert "2 dead letters redriven." in done.text
+        for one in (page, group, question, done, browser.get("/audit")):
+            assert "broken" not in one.html
+        assert browser.get(links[0]).status == 404, "its sample is gone"
+    assert errors_left(client) == ["ValueError: x"]
 
 
 def test_a_selection_of_dead_letters_is_redriven_and_the_rest_stays(browser: Browser, client: Client) -> None:

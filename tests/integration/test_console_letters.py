@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from millstream.admin.audit_log import AuditLog
@@ -58,14 +59,65 @@ def test_a_dead_letter_is_edited_in_a_form_and_its_copy_is_redriven(browser: Bro
             *(EDITED_FIELD, record.by.encode()),
         ]
     ]
-    assert left(client) == 0
+    assert left(client) == 1
+    assert "The dead letter stays until the copy is committed." in done.text
     assert (record.action, record.about["id"], record.about["fields"]) == (
         "dlq edit",
         letter_id,
         "account changed; note added; card removed",
     )
     assert str(record.result).startswith("redriven as ")
-    assert browser.send(question, "/letter/edit").status == 404, "it is gone"
+    again = browser.send(question, "/letter/edit")
+    assert "Not redriven: its edited copy is under way" in again.text
+    assert len(entries(client)) == 1
+
+
+def test_a_dead_letter_whose_copy_is_under_way_says_so_and_cannot_be_redriven(browser: Browser, client: Client) -> None:
+    letter_id, other = add(client), add(client, (b"n", b"1"), "KeyError: 1")
+    group = browser.get(next(one for one in browser.get("/letters?handler=shop.pay").links if "ValueError" in one))
+    asked = browser.send(browser.get("/letters?handler=shop.pay"), "/letters/redrive")
+    browser.send(browser.send(edit_page(browser, letter_id), "/letter/edit", value0="bob"), "/letter/edit")
+    (copy_id,) = [one.decode() for one, _ in client.execute("XRANGE", "orders", "-", "+")]
+    address = f"/letter?handler=shop.pay&stream=orders&id={letter_id}"
+    page = browser.get(address)
+    assert f"{copy_id} is under way: the dead letter goes with its commit" in page.text
+    assert ("/letters/redrive" in page.actions, any("/letter/edit" in one for one in page.links)) == (False, False)
+    form = browser.get(address.replace("/letter?", "/letter/edit?"))
+    assert f"Its edited copy {copy_id} is under way" in form.text
+    assert "/letter/edit" not in form.actions
+    assert f"{letter_id}, edited copy {copy_id} under way" in browser.get(group.url).text
+    refused = browser.send(group, "/letters/redrive")
+    assert (refused.status, "an edited copy of each is under way" in refused.text) == (409, True)
+    question = browser.send(asked, "/letters/redrive")
+    assert "1 more would stay, as an edited copy of each is under way." in question.text
+    purge = browser.send(browser.get("/letters?handler=shop.pay"), "/letters/purge")
+    assert "Edited copies of 1 of them are under way, and go on." in purge.text
+    assert "1 dead letter redriven." in browser.send(question, "/letters/redrive").text
+    assert [one.letter_id for one in DeadLetterQueue(client).find(DeadLetterFilter())] == [letter_id] != [other]
+
+
+def test_the_fields_before_an_edit_are_shown_and_can_be_the_beginning_of_the_next(
+    browser: Browser, client: Client
+) -> None:
+    letter_id = add(client, [b"account", b"bob", b"card", b"4111", EDITED_FIELD, b"ann"])
+    entry = client.execute("XRANGE", KEYS.dead_letters, letter_id, letter_id)[0][1]
+    packed = msgspec.msgpack.encode([b"account", b"ann", b"cvc", b"1"])
+    client.execute("DEL", KEYS.dead_letters)
+    letter_id = client.execute("XADD", KEYS.dead_letters, "*", *entry, "before_edit", packed).decode()
+    assert (
+        "Fields before the edit account ann cvc 1"
+        in browser.get(f"/letter?handler=shop.pay&stream=orders&id={letter_id}").text
+    )
+    page = edit_page(browser, letter_id)
+    before = browser.get(next(one for one in page.links if "original=yes" in one))
+    question = browser.send(before, "/letter/edit", value0="eve", name1="")
+    assert "account changed; card removed" in question.text
+    assert f"dlq edit shop.pay {letter_id} --stream orders --original --set account=VALUE --remove cvc" in question.text
+    browser.send(question, "/letter/edit")
+    (pairs,) = entries(client)
+    assert pairs[2:-1] == [b"account", b"eve", EDITED_FIELD]
+    plain = add(client)
+    assert browser.get(f"/letter/edit?handler=shop.pay&stream=orders&id={plain}&original=yes").status == 404
 
 
 def test_a_form_that_changes_nothing_keeps_every_byte(browser: Browser, client: Client) -> None:

@@ -1,4 +1,6 @@
-"""A dead letter is redriven with other fields: in one step, with the name of its editor, in the order of its key."""
+"""A dead letter is resent with other fields: in one step, with the name of its editor, in the order of its key. What
+becomes of it when the copy ends is in `test_dlq_copies.py`.
+"""
 
 import threading
 from collections.abc import Sequence
@@ -34,7 +36,7 @@ def ref_of(client: Client) -> DeadLetterRef:
     return found
 
 
-def test_a_copy_with_other_fields_takes_the_place_of_its_dead_letter_and_names_its_editor(client: Client) -> None:
+def test_a_copy_with_other_fields_names_its_editor_and_its_dead_letter_stays(client: Client) -> None:
     letter_id = add(client)
     words = (*EDIT, letter_id, "--set", "amount=10", "--set", "note=a=b", "--remove", "account", "--by", "ann")
     dry = call(*words, "--dry-run", url=client.url)
@@ -58,7 +60,33 @@ def test_a_copy_with_other_fields_takes_the_place_of_its_dead_letter_and_names_i
     assert entries(client) == [
         [*mark, b"amount", b"10", b"raw", b"\xff\n", b"note", b"a=b", EDITED_FIELD, b"ann"],
     ]
-    assert left(client) == 0
+    assert left(client) == 1
+    assert call("dlq", "list", "--json", url=client.url).json()["copy_id"] == new_id
+    assert call("dlq", "list", url=client.url).out.splitlines()[1].endswith(f"  {new_id}")
+    assert f"edited copy  {new_id} is under way" in call("dlq", "show", letter_id, url=client.url).out
+
+
+def test_a_dead_letter_whose_copy_is_under_way_is_neither_redriven_nor_edited_again(client: Client) -> None:
+    letter_id, other = add(client), add(client, [b"n", b"1"])
+    new_id = call(*EDIT, letter_id, "--set", "amount=10", "--yes", "--json", url=client.url).json()["new_id"]
+    problem = f"letter {letter_id} was not redriven: its edited copy is under way: {new_id}\n"
+    again = call(*EDIT, letter_id, "--set", "amount=11", "--yes", url=client.url)
+    assert (again.code, again.err) == (1, problem)
+    done = call("dlq", "redrive", "--all", "--yes", url=client.url)
+    assert (done.code, done.out) == (1, "1 dead letter redriven\n")
+    assert problem in done.err
+    assert (len(entries(client)), left(client)) == (2, 1)
+    assert [one.letter_id for one in DeadLetterQueue(client).find(DeadLetterFilter())] == [letter_id] != [other]
+
+
+def test_a_dead_letter_whose_copy_is_gone_from_the_stream_is_redriven_again(client: Client) -> None:
+    letter_id = add(client)
+    new_id = call(*EDIT, letter_id, "--set", "amount=10", "--yes", "--json", url=client.url).json()["new_id"]
+    client.execute("XDEL", "orders", new_id)
+    assert call("dlq", "list", "--json", url=client.url).json()["copy_id"] is None
+    assert call("dlq", "redrive", letter_id, "--yes", url=client.url).code == 0
+    assert entries(client) == [[REDRIVE_FIELD, b"shop.pay", *PAIRS]]
+    assert (left(client), client.execute("EXISTS", KEYS.resent)) == (0, 0)
 
 
 def test_the_editor_is_the_user_of_the_command_and_the_last_one_counts(
@@ -88,6 +116,7 @@ def test_what_cannot_be_edited_is_one_line_and_changes_nothing(client: Client) -
 
 
 def test_of_several_edits_and_redrives_at_once_one_takes_the_dead_letter(client: Client) -> None:
+    edited = 0
     for _ in range(10):
         add(client)
         ref, ready = ref_of(client), threading.Barrier(4)
@@ -107,7 +136,9 @@ def test_of_several_edits_and_redrives_at_once_one_takes_the_dead_letter(client:
         for thread in threads:
             thread.join(FAIL_SAFE_S)
         assert [one is None for one in sorted(outcomes, key=str)] == [False, True, True, True]
-    assert (len(entries(client)), left(client)) == (10, 0)
+        edited += DeadLetterQueue(client).purge([ref])
+    assert len(entries(client)) == 10
+    assert sum(EDITED_FIELD in pairs for pairs in entries(client)) == edited
 
 
 def test_a_full_redis_keeps_the_dead_letter_as_it_was(millstream_fresh_server: EmbeddedServer) -> None:
@@ -147,6 +178,7 @@ def test_the_handler_gets_the_copy_after_the_messages_of_its_new_key_and_sees_th
         edited = [b"account", b"bob", b"amount", b"1"]
         assert queue.redrive_edited(ref_of(client), edited, by="ann").new_id
         eventually(lambda: len(seen) == 3, "the copy")
+        eventually(lambda: left(client) == 0, "the commit of the copy")
         assert [(key, fields["amount"]) for key, fields in seen] == [(b"ann", b"-1"), (b"bob", b"5"), (b"bob", b"1")]
         assert seen[-1][1]["millstream.edited"] == b"ann"
 
@@ -155,8 +187,11 @@ def test_a_copy_that_fails_again_still_says_that_it_was_edited(client: Client) -
     client.execute("XADD", "orders", "*", "account", "ann", "amount", "-1")
     with working(client, pay([])):
         eventually(lambda: left(client) == 1, "a dead letter")
-        DeadLetterQueue(client).redrive_edited(ref_of(client), [b"account", b"ann", b"amount", b"-2"], by="ann")
-        eventually(lambda: left(client) == 1, "another one")
+        ref = ref_of(client)
+        DeadLetterQueue(client).redrive_edited(ref, [b"account", b"ann", b"amount", b"-2"], by="ann")
+        first = ref.letter_id
+        eventually(lambda: ref_of(client).letter_id != first, "another one")
         (entry,) = DeadLetterQueue(client).find(DeadLetterFilter(app="shop"))
         assert entry.letter
         assert list(entry.letter.pairs) == [b"account", b"ann", b"amount", b"-2", EDITED_FIELD, b"ann"]
+        assert entry.letter.pairs_before_edit == [b"account", b"ann", b"amount", b"-1"]

@@ -3,6 +3,7 @@
 import pytest
 
 from millstream.admin.key_queues import unpark
+from millstream.delivery.dead_letter_queue import DeadLetterFilter, DeadLetterQueue
 from millstream.model import Retry
 from millstream.redis_client.client import Client
 from millstream.redis_client.pipelining import server_time_ms
@@ -14,6 +15,7 @@ from millstream.services.master.settings import MasterSettings
 from millstream.services.web.errors import Refused
 from tests.support.clocks import ManualClock
 from tests.support.command_stats import scripts_run
+from tests.support.dead_letters import add_dead_letter
 from tests.support.masters import GROUP, KEYS, STREAM, holders, is_clean, publish
 from tests.support.waiting import eventually
 
@@ -239,6 +241,25 @@ def test_a_message_that_a_consumer_ended_by_xack_counts_as_done_by_that_consumer
     assert acknowledge(client, delegator, "c1", only) == (False, [])
     with pytest.raises(Refused, match="'c1' has done it"):
         acknowledge(client, delegator, "c2", only)
+
+
+@pytest.mark.parametrize("by_xack", [False, True])
+def test_the_dead_letter_of_an_edited_copy_goes_once_a_consumer_has_finished_the_copy(
+    client: Client, registry: Registry, delegator: Delegator, by_xack: bool
+) -> None:
+    add_dead_letter(client, [b"ticket_id", b"A"], keys=KEYS)
+    queue = DeadLetterQueue(client)
+    (ref,) = queue.select(DeadLetterFilter())
+    copy_id = queue.redrive_edited(ref, [b"ticket_id", b"B"], by="ann").new_id
+    assert copy_id is not None
+    assert join(delegator, registry, "c1") == [copy_id]
+    assert client.execute("XLEN", KEYS.dead_letters) == 1
+    if by_xack:
+        client.execute("XACK", STREAM, GROUP, copy_id)
+        delegator.group_stream.renew_consumer_leases()
+    else:
+        acknowledge(client, delegator, "c1", copy_id)
+    assert (client.execute("XLEN", KEYS.dead_letters), client.execute("EXISTS", KEYS.resent)) == (0, 0)
 
 
 def test_a_missing_or_unassigned_message_cannot_be_acknowledged(

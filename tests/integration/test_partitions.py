@@ -150,7 +150,7 @@ def test_a_producer_without_partitions_is_refused_by_a_partition(client: Client,
 
 def test_a_redriven_entry_is_not_forwarded_to_a_partition_that_a_newer_generation_has_closed(client: Client) -> None:
     client.execute("HSET", "partition", "generation", 3)
-    names, entry = ("stream", "partition", "sent"), (60_000, "k", "a")
+    names, entry = ("stream", "partition", "sent", "dead", "resent"), (60_000, 0, "k", "a")
     with pytest.raises(CommandFailed, match="CLOSED 3"):
         client.script(FORWARD_ENTRY, names, (2, *entry))
     assert client.execute("EXISTS", "stream", "sent") == 0

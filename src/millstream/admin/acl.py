@@ -52,8 +52,8 @@ class RoleName(StrEnum):
 _QUEUES = "exists hdel hexists hget hkeys llen lpush lrange lrem rpush time unlink xclaim zrange zrem"
 _GROUP = "exists hexists hkeys hmget xclaim xgroup|create xgroup|delconsumer xinfo|consumers xinfo|groups"
 _TAKEOVER = f"{_QUEUES} {_GROUP} del hset xpending xrevrange"
-_COMPLETED = f"{_QUEUES} hincrby hlen hset lpop rename"
-_MAY_COMMIT = "hdel hincrby hset xadd"
+_COMPLETED = f"{_QUEUES} hincrby hlen hset lpop rename xdel xrange"
+_MAY_COMMIT = "hdel hincrby hset xadd xdel"
 _MAY_EXPIRE = "hpexpire hpexpireat hpexpiretime"
 _EXPIRY = frozenset(_MAY_EXPIRE.split())
 """Commands for states that expire. Redis 7.0 and Valkey 8 do not know them, and refuse a rule that names one."""
@@ -76,8 +76,8 @@ SCRIPTS: Mapping[str, str] = {
     "producer/cancel_delayed": "hdel zrem",
     "commit/checkpoint": f"{_GROUP} del hset time unlink xack xpending",
     "leases/claim_stream": f"{_SERVICE} hexists lrem zscore",
-    "commit/commit": f"{_QUEUES} get hincrby hmget hpexpire hrandfield hset lindex ltrim set type xack xadd "
-    "xinfo|stream xpending zadd",
+    "commit/commit": f"{_QUEUES} get hincrby hmget hpexpire hrandfield hset lindex ltrim set type xack xadd xdel "
+    "xinfo|stream xpending xrange zadd",
     "groups/count_entries": "xrange",
     "commit/count_dead_letters": "xrevrange",
     "groups/delete_consumer": "xclaim xgroup|delconsumer xinfo|consumers xpending",
@@ -105,7 +105,7 @@ SCRIPTS: Mapping[str, str] = {
     "commit/reserve_rate": "hmget hset time",
     "commit/read_entries": "xreadgroup",
     "keys/recover_leases": f"{_QUEUES} hgetall hincrby hmget hsetnx lindex xpending zadd",
-    "producer/redrive": "type xadd xdel xrange",
+    "producer/redrive": "hdel hget hset type xadd xdel xrange",
     "keys/release_leases": f"{_QUEUES} hlen hset hsetnx lindex linsert xpending zadd",
     "leases/leave_service": _SERVICE,
     "keys/take_permit": f"{_QUEUES} hgetall hlen hmget hset pexpire pttl set zadd zcard zcount zremrangebyscore zscore",
@@ -114,7 +114,7 @@ SCRIPTS: Mapping[str, str] = {
     "keys/route_by_field": f"{_QUEUES} {_GROUP} hset xgroup|setid xrange",
     "partitions/close": "hmget hset type xinfo|stream",
     "partitions/forward_entry": "get hget hset set xadd",
-    "master/end_lease": f"{_COMPLETED} hmget lindex lpos xack xpending xrange",
+    "master/end_lease": f"{_COMPLETED} hmget lindex lpos xack xpending",
     "partitions/is_drained": f"{_QUEUES} hmget lindex xpending xrange",
     "sink/read_decision": "hmget sadd",
     "sink/begin": "get hmget hset set time",
@@ -124,7 +124,7 @@ SCRIPTS: Mapping[str, str] = {
     "sink/stage": "expire llen rpush",
     "sink/end_batch": "hdel hmget hset",
     "sink/upsert": "getrange hdel hget hset set type",
-    "keys/park_unpark_skip": f"{_QUEUES} hincrby hmget hset hsetnx lindex lpop xack xadd xpending",
+    "keys/park_unpark_skip": f"{_QUEUES} hincrby hmget hset hsetnx lindex lpop xack xadd xdel xpending xrange",
     "shared/compare_and_set": "hdel hget hset",
     "keys/lease_keys": f"{_QUEUES} hincrby hmget hset hsetnx hvals lindex ltrim xpending zadd zrangebyscore",
     "master/renew_leases": f"{_COMPLETED} {_GROUP} hgetall hsetnx lindex xpending zadd",
@@ -215,7 +215,8 @@ ROLES: Mapping[RoleName, Role] = {
             "groups/delete_consumer",
             *_FIGURES,
         ),
-        direct="blpop exists hdel hget hmget hscan hset lpop ltrim rpush xack xclaim xlen xpending xrange xread xreadgroup",
+        direct="blpop exists hdel hget hmget hscan hset lpop ltrim rpush xack xclaim xdel xlen xpending xrange xread "
+        "xreadgroup",
         optional="client|tracking info",
         never_executed="hvals",
         outputs="writes",
@@ -241,7 +242,7 @@ ROLES: Mapping[RoleName, Role] = {
             "shared/hold_members",
             *_FIGURES,
         ),
-        direct="client|reply get hdel hexists hget hmget hscan hset set time xgroup|create xgroup|destroy xgroup|setid xinfo|groups "
+        direct="client|reply get hdel hexists hget hmget hscan hset set time xdel xgroup|create xgroup|destroy xgroup|setid xinfo|groups "
         "xinfo|stream xlen xpending xrange xreadgroup xrevrange zcard",
         optional="client|tracking info",
         never_executed="lpush",

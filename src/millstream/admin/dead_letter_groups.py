@@ -1,9 +1,10 @@
 """Dead letters of a handler in groups: those with the same reason and about the same error."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import NamedTuple
 
 from millstream.delivery.dead_letter_queue import DeadLetterEntry, DeadLetterFilter, DeadLetterQueue
 from millstream.model import EntryId
@@ -40,6 +41,13 @@ class LetterGroup:
         return max(EntryId.parse(one.letter_id).ms for one in self.letters)
 
 
+class FoundLetters(NamedTuple):
+    """Dead letters of a handler; `has_more`: it has more than the first 5,000, among which these were sought."""
+
+    letters: Sequence[DeadLetterEntry]
+    has_more: bool
+
+
 def fingerprint_of(entry: DeadLetterEntry) -> str:
     """The first line of the error of a dead letter, its numbers replaced by `N`."""
     error = entry.letter.error if entry.letter else entry.problem
@@ -54,7 +62,7 @@ def find_letters(
     reason: str | None = None,
     fingerprint: str | None = None,
     places: Sequence[tuple[str, str]] = (),
-) -> Iterator[DeadLetterEntry]:
+) -> FoundLetters:
     """The first 5,000 dead letters of a handler, and of these the wanted ones: without messages and tracebacks, which
     would take as much memory as they do in Redis.
 
@@ -64,17 +72,20 @@ def find_letters(
     wanted = DeadLetterFilter(app=app, handler=handler)
     selected = DeadLetterFilter(reason=reason)
     named = frozenset(places)
-    for entry in islice(DeadLetterQueue(client).find(wanted), MOST_LETTERS):
+    entries = DeadLetterQueue(client).find(wanted)
+    found: list[DeadLetterEntry] = []
+    for entry in islice(entries, MOST_LETTERS):
         if (
             entry.matches(selected)
             and fingerprint in (None, fingerprint_of(entry))
             and (not named or (entry.keys.stream, entry.letter_id) in named)
         ):
-            letter = entry.letter and replace(entry.letter, pairs=(), traceback="")
-            yield replace(entry, pairs=(), letter=letter)
+            letter = entry.letter and replace(entry.letter, pairs=(), traceback="", pairs_before_edit=None)
+            found.append(replace(entry, pairs=(), letter=letter))
+    return FoundLetters(found, next(entries, None) is not None)
 
 
-def group_letters(letters: Iterator[DeadLetterEntry]) -> list[LetterGroup]:
+def group_letters(letters: Iterable[DeadLetterEntry]) -> list[LetterGroup]:
     """The groups of these dead letters, the largest first."""
     found: dict[tuple[str, str], list[DeadLetterEntry]] = {}
     for entry in letters:

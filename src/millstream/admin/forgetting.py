@@ -30,6 +30,9 @@ from millstream.redis_client.key_names import (
 from millstream.redis_client.pipelining import send_all
 
 _SIZES = {b"state": "HLEN", b"dead": "XLEN"}
+_OF_LETTERS = (b"dead", b"resent")
+"""The ends of keys that stay as long as dead letters do."""
+
 _MOST_NAMED = 5
 
 
@@ -102,7 +105,7 @@ class Forgetting:
         names = {name for *_, name, _ in self._groups(found)}
         for page in self._pages(found):
             names.update(name for _, _, name, _ in page)
-            self._unlink(key for key, _, _, kind in page if kind != b"dead" or self._dead_letters)
+            self._unlink(key for key, _, _, kind in page if kind not in _OF_LETTERS or self._dead_letters)
         for name in self._service_names(found, names):
             own = ServiceKeys.of_handler(f"{self._app}.{name}")
             disown_service(self._client, own.label)
@@ -180,7 +183,7 @@ class Forgetting:
             one.streams.add(stream)
             if kind == b"dead":
                 one.dead_letters += raise_if_error(sizes[key])
-            else:
+            elif kind not in _OF_LETTERS:
                 one.keys += 1
                 one.states += raise_if_error(sizes[key]) if key in sizes else 0
 

@@ -14,7 +14,7 @@ from millstream.handlers.dead_letter import DeadLetter, Reason
 from millstream.model import EntryId
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.formats import format_age
-from millstream.redis_client.key_names import HandlerKeys, from_wire, to_wire
+from millstream.redis_client.key_names import HandlerKeys, from_wire, own_pairs, to_wire
 from millstream.redis_client.pipelining import call_all, send_all
 from millstream.redis_client.replies import mapping_of, pairs_of, time_ms_of
 from millstream.redis_client.resp import Arg, Reply
@@ -382,7 +382,7 @@ def skip(
     letter = DeadLetter(
         stream=keys.stream,
         id=first.decode(),
-        pairs=found[0][1] if found else [],
+        pairs=own_pairs(found[0][1]) if found else [],
         key=_key_of(queue),
         app=keys.app,
         handler=keys.handler,

@@ -28,6 +28,8 @@ def letter_json(entry: DeadLetterEntry, *, full: bool = False, redact: Redact = 
         if full
         else {}
     )
+    if full and letter.pairs_before_edit is not None:
+        content["before_edit"] = json_fields(_hidden(letter.pairs_before_edit, redact))
     return {
         **head,
         "id": letter.id,
@@ -36,6 +38,7 @@ def letter_json(entry: DeadLetterEntry, *, full: bool = False, redact: Redact = 
         "error": redact("error", letter.error),
         "attempts": letter.attempts,
         "at_ms": letter.time_ms,
+        "copy_id": entry.copy_id or None,
         **content,
     }
 

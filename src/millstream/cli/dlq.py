@@ -149,10 +149,22 @@ def _list_table(found: Sequence[DeadLetterEntry], *, is_filtered: bool) -> None:
         print_message("there are no dead letters" + (" of these" if is_filtered else ""))
         return
     now_ms = time.time() * 1000
-    print_table(
-        ("letter_id", "~handler", "~stream", "+original", "~key", "reason", "+error", ">attempts", ">age"),
-        [_row(entry, now_ms) for entry in found],
+    columns: Sequence[str] = (
+        "letter_id",
+        "~handler",
+        "~stream",
+        "+original",
+        "~key",
+        "reason",
+        "+error",
+        ">attempts",
+        ">age",
     )
+    rows = [_row(entry, now_ms) for entry in found]
+    if any(entry.copy_id for entry in found):
+        columns = (*columns, "+edited copy")
+        rows = [(*row, entry.copy_id or "-") for row, entry in zip(rows, found, strict=True)]
+    print_table(columns, rows)
 
 
 def _row(entry: DeadLetterEntry, now_ms: float) -> tuple[str, ...]:
@@ -177,13 +189,19 @@ def _show(entry: DeadLetterEntry, *, is_first: bool) -> None:
         print_line("")
     head = [("letter_id", entry.letter_id), ("handler", entry.keys.label)]
     head.append(("stream", escape(entry.keys.stream)))
-    print_details(head + (_details_of(letter) if letter else [("problem", escape(entry.problem))]))
-    print_line("")
-    print_line("fields")
-    pairs = letter.pairs if letter else entry.pairs
-    print_details((f"  {escape(name)}", escape(value)) for name, value in pairs_of(pairs))
+    copy = [("edited copy", f"{entry.copy_id} is under way")] if entry.copy_id else []
+    print_details([*head, *(_details_of(letter) if letter else [("problem", escape(entry.problem))]), *copy])
+    _show_fields("fields", letter.pairs if letter else entry.pairs)
+    if letter and letter.pairs_before_edit is not None:
+        _show_fields("fields before the edit", letter.pairs_before_edit)
     if letter and letter.traceback:
         print_text(f"\ntraceback\n{letter.traceback.rstrip()}")
+
+
+def _show_fields(title: str, pairs: Sequence[bytes]) -> None:
+    print_line("")
+    print_line(title)
+    print_details((f"  {escape(name)}", escape(value)) for name, value in pairs_of(pairs))
 
 
 def _details_of(letter: DeadLetter) -> list[tuple[str, str]]:

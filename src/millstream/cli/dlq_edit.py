@@ -1,7 +1,7 @@
-"""`millstream dlq edit`: redrives a dead letter with other fields."""
+"""`millstream dlq edit`: resends a dead letter with other fields."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -13,9 +13,15 @@ from millstream.cli.recorded_action import recorded, user_name
 from millstream.cli.terminal import confirm, print_json, print_line, print_message
 from millstream.delivery.dead_letter_queue import DeadLetterQueue, DeadLetterRef, Redriven
 from millstream.errors import ConfigError, MillstreamError
+from millstream.handlers.dead_letter import DeadLetter
 from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import escape
+
+Original = Annotated[
+    bool,
+    typer.Option("--original", help="Begin with the fields that the message had before its edits, as `show` has them."),
+]
 
 
 def edit_letter(
@@ -34,6 +40,7 @@ def edit_letter(
     removed: Annotated[
         list[str] | None, typer.Option("--remove", metavar="NAME", help="A field that the copy does not have.")
     ] = None,
+    original: Original = False,
     by: Annotated[
         str | None,
         typer.Option("--by", metavar="NAME", help="The editor, as the copy says. Default: the user of this process."),
@@ -43,7 +50,7 @@ def edit_letter(
     url: Url = DEFAULT_URL,
     as_json: Json = False,
 ) -> None:
-    """Redrive a copy of a dead letter with other fields. The letter goes in the step that adds the copy.
+    """Redrive a copy of a dead letter with other fields. The letter stays until the copy is committed.
 
     The copy has a last field, `millstream.edited`, that names the editor.
     """
@@ -57,9 +64,7 @@ def edit_letter(
         found = next((one.letter for one in queue.find(wanted)), None)
         if found is None:
             raise MillstreamError(f"{ref.letter_id} is no dead letter (any more): see `millstream dlq list`")
-        if missing := gone - {*found.pairs[::2]}:
-            raise ConfigError(f"the dead letter has no field {escape(min(missing))!r}")
-        pairs = edit(found.pairs, new_values, gone)
+        pairs = _edited(found, new_values, gone, original=original)
         changes = compare(found.pairs, pairs)
         new_id, problem = None, ""
         if not dry_run:
@@ -76,6 +81,18 @@ def edit_letter(
     if problem:
         print_message(f"letter {ref.letter_id} was not redriven: {problem}")
         raise typer.Exit(1)
+
+
+def _edited(
+    letter: DeadLetter, values: Mapping[bytes, bytes], removed: Collection[bytes], *, original: bool
+) -> list[bytes]:
+    """The fields of the copy; `original`: it begins with those before the edits. Raises ConfigError."""
+    first = letter.pairs_before_edit if original else letter.pairs
+    if first is None:
+        raise ConfigError(f"--original: {letter.letter_id} is not the dead letter of an edited copy")
+    if missing := {*removed} - {*first[::2]}:
+        raise ConfigError(f"the dead letter has no field {escape(min(missing))!r}")
+    return edit(first, values, removed)
 
 
 def _redrive(

@@ -4,8 +4,8 @@ A dead letter is an entry of the handler's dead-letter stream (`HandlerKeys.dead
 commits the message, so it is neither lost nor doubled. `DeadLetterQueue` is all of them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import NamedTuple, get_args
 
@@ -13,7 +13,7 @@ from millstream.errors import AccessDenied, CommandFailed, ConfigError, Millstre
 from millstream.handlers.dead_letter import DeadLetter, Reason
 from millstream.model import ZERO_ID, EntryId
 from millstream.redis_client.client import Client, raise_if_error
-from millstream.redis_client.key_names import EDITED_FIELD, PREFIX, REDRIVE_FIELD, HandlerKeys, to_wire
+from millstream.redis_client.key_names import EDITED_FIELD, PREFIX, REDRIVE_FIELD, HandlerKeys, is_edited, to_wire
 from millstream.redis_client.pipelining import send_all
 from millstream.redis_client.replies import pairs_of
 from millstream.redis_client.resp import Arg, Command
@@ -27,6 +27,7 @@ REASONS: Sequence[str] = (*get_args(Reason), UNREADABLE)
 
 _REDRIVE = Script("producer/redrive")
 _GONE = "it is not in the queue any more: another redrive or purge removed it"
+_UNDER_WAY = "its edited copy is under way: "
 _MAX_ITEMS = 7_900
 _PAGE = 50
 _DELETE_PAGE = 500
@@ -70,7 +71,8 @@ class DeadLetterRef(NamedTuple):
 class DeadLetterEntry:
     """An entry of a dead-letter stream: a `letter`; or None, the `problem`, and the `pairs` of a foreign entry.
 
-    A foreign entry is one that millstream did not write, or cannot read.
+    A foreign entry is one that millstream did not write, or cannot read. `copy_id`: the id of the letter's edited copy
+    that is under way, with whose commit the letter goes; "" if there is none.
     """
 
     keys: HandlerKeys
@@ -78,6 +80,7 @@ class DeadLetterEntry:
     pairs: Sequence[bytes]
     letter: DeadLetter | None
     problem: str = ""
+    copy_id: str = ""
 
     @property
     def reason(self) -> str:
@@ -104,9 +107,9 @@ class Redriven(NamedTuple):
     problem: str = ""
 
     @property
-    def is_gone(self) -> bool:
-        """Whether the letter is not in the queue any more: another redrive or purge removed it."""
-        return self.problem == _GONE
+    def is_settled(self) -> bool:
+        """Whether another redrive or purge came first: the letter is gone from the queue, or its copy is under way."""
+        return self.problem == _GONE or self.problem.startswith(_UNDER_WAY)
 
 
 class DeadLetterQueue:
@@ -133,23 +136,21 @@ class DeadLetterQueue:
     def find(self, wanted: DeadLetterFilter) -> Iterator[DeadLetterEntry]:
         """Yield the selected entries, handler by handler, in the order in which they were dead-lettered."""
         for keys in self.handlers(wanted):
-            entries = self._find_by_id(keys, wanted.ids) if wanted.ids else self._find_since(keys, wanted.since_ms)
-            for letter_id, pairs in entries:
-                entry = _parse_entry(keys, letter_id, pairs)
-                if entry.matches(wanted):
-                    yield entry
+            pages = self._find_by_id(keys, wanted.ids) if wanted.ids else self._find_since(keys, wanted.since_ms)
+            for page in pages:
+                yield from (entry for entry in self._parse_page(keys, page) if entry.matches(wanted))
 
     def read_after(self, keys: HandlerKeys, letter_id: str, count: int) -> list[DeadLetterEntry]:
         """Return the `count` entries of one handler on a stream that follow the one with this id."""
         page = self._client.execute("XRANGE", to_wire(keys.dead_letters), f"({letter_id}", "+", "COUNT", count)
-        return [_parse_entry(keys, found_id, pairs) for found_id, pairs in page]
+        return self._parse_page(keys, page)
 
     def newest(self, keys: HandlerKeys) -> Iterator[DeadLetterEntry]:
         """Yield the entries of one handler on a stream, in the opposite order: the last one comes first."""
         end = "+"
         while True:
             page = self._client.execute("XREVRANGE", to_wire(keys.dead_letters), end, "-", "COUNT", _PAGE)
-            yield from (_parse_entry(keys, letter_id, pairs) for letter_id, pairs in page)
+            yield from self._parse_page(keys, page)
             if len(page) < _PAGE:
                 return
             end = f"({page[-1][0].decode()}"
@@ -174,7 +175,8 @@ class DeadLetterQueue:
         """Move letters back to the tail of their streams, in the order of `refs`, some at each step of the iteration:
         nothing happens until it is iterated.
 
-        Each is moved in one atomic step. The entry begins with a field that names its handler, so that no other handler
+        Each is moved in one atomic step; one that was edited before goes with the commit of the new entry instead, as
+        after `redrive_edited`. One whose edited copy is under way stays. The entry begins with a field that names its handler, so that no other handler
         of the stream processes it again. Interrupted at any point, or run twice at once, this neither loses nor doubles
         one. An error of one letter or its stream stops no other redrive: that letter stays, and its `problem` says why.
         Any other error is raised once all letters are yielded that are known to be redriven. After Unavailable,
@@ -184,11 +186,12 @@ class DeadLetterQueue:
             yield from self._redrive_page(refs[at : at + _PAGE])
 
     def redrive_edited(self, ref: DeadLetterRef, pairs: Sequence[bytes], *, by: str) -> Redriven:
-        """Move one letter back to the tail of its stream with other fields, as `redrive` does: the letter goes with the
-        step that adds the entry.
+        """Add a copy of one letter with other fields to the tail of its stream. The letter stays in the queue until the
+        copy is committed, and goes with that commit.
 
-        The entry ends with a field that names `by`, who edited it, and that its handler sees. Raises ConfigError if
-        `pairs` are none.
+        Until then it is neither redriven nor edited again. If the copy becomes a dead letter, that replaces this one, and
+        has the fields before the edit, too. The copy ends with a field that names `by`, who edited it, and that its
+        handler sees. Raises ConfigError if `pairs` are none.
         """
         own = unedited(pairs)
         if not own:
@@ -218,9 +221,9 @@ class DeadLetterQueue:
 
     def _redrive_page(self, refs: Sequence[DeadLetterRef], edited: Sequence[bytes] | None = None) -> Iterator[Redriven]:
         found = self._client.pipeline([("XRANGE", to_wire(s.keys.dead_letters), *([s.letter_id] * 2)) for s in refs])
-        entries = [_redriven_items(ref, raise_if_error(reply), edited) for ref, reply in zip(refs, found, strict=True)]
+        entries = [_redrive_args(ref, raise_if_error(reply), edited) for ref, reply in zip(refs, found, strict=True)]
         calls: list[tuple[Script, Sequence[Arg], Sequence[Arg]]] = [
-            (_REDRIVE, (to_wire(ref.keys.dead_letters), to_wire(ref.stream)), (ref.letter_id, *entry))
+            (_REDRIVE, _redrive_keys(ref), (ref.letter_id, *entry))
             for ref, entry in zip(refs, entries, strict=True)
             if not isinstance(entry, str)
         ]
@@ -236,19 +239,38 @@ class DeadLetterQueue:
         if errors:
             raise errors[0]
 
-    def _find_since(self, keys: HandlerKeys, since_ms: int) -> Iterator[tuple[bytes, list[bytes]]]:
+    def _parse_page(self, keys: HandlerKeys, page: Sequence[tuple[bytes, list[bytes]]]) -> list[DeadLetterEntry]:
+        """Parse entries of a dead-letter stream, and add which of them have an edited copy that is under way."""
+        entries = [_parse_entry(keys, letter_id, pairs) for letter_id, pairs in page]
+        copies = self._copies_under_way(keys, [entry.letter_id for entry in entries])
+        return [replace(entry, copy_id=copies[entry.letter_id]) if copies else entry for entry in entries]
+
+    def _copies_under_way(self, keys: HandlerKeys, letter_ids: Sequence[str]) -> Mapping[str, str]:
+        """The ids of the edited copies of letters, "" for those without one; nothing at all if none of them has one."""
+        marks = [f"l{one}" for one in letter_ids]
+        found = self._client.execute("HMGET", to_wire(keys.resent), *marks) if marks else ()
+        if not any(found):
+            return {}
+        # A copy that was deleted from its stream, or trimmed, is under way no more.
+        there = self._client.pipeline([("XRANGE", to_wire(keys.stream), one or "0-0", one or "0-0") for one in found])
+        return {
+            letter_id: "" if isinstance(entries, WrongType) or not raise_if_error(entries) else one.decode()
+            for letter_id, one, entries in zip(letter_ids, found, there, strict=True)
+        }
+
+    def _find_since(self, keys: HandlerKeys, since_ms: int) -> Iterator[Sequence[tuple[bytes, list[bytes]]]]:
         start = str(since_ms)
         while True:
             page = self._client.execute("XRANGE", to_wire(keys.dead_letters), start, "+", "COUNT", _PAGE)
-            yield from page
+            yield page
             if len(page) < _PAGE:
                 return
             start = f"({page[-1][0].decode()}"
 
-    def _find_by_id(self, keys: HandlerKeys, ids: Sequence[str]) -> Iterator[tuple[bytes, list[bytes]]]:
+    def _find_by_id(self, keys: HandlerKeys, ids: Sequence[str]) -> Iterator[Sequence[tuple[bytes, list[bytes]]]]:
         exact = [str(EntryId.parse(letter_id)) for letter_id in ids]
-        for reply in self._client.pipeline([("XRANGE", to_wire(keys.dead_letters), one, one) for one in exact]):
-            yield from raise_if_error(reply)
+        replies = self._client.pipeline([("XRANGE", to_wire(keys.dead_letters), one, one) for one in exact])
+        yield [entry for reply in replies for entry in raise_if_error(reply)]
 
 
 def _parse_entry(keys: HandlerKeys, letter_id: bytes, pairs: list[bytes]) -> DeadLetterEntry:
@@ -272,6 +294,8 @@ def _refusal_of(ref: DeadLetterRef, reply: str | RedisError | None) -> str | Red
             return reply
         case WrongType():
             return f"cannot add to {ref.stream}: the key holds no stream"
+        case CommandFailed() if reply.code == "RESENT":
+            return f"{_UNDER_WAY}{reply.detail}"
         case CommandFailed():
             return str(reply)
         case AccessDenied() if reply.concerns_key:
@@ -285,11 +309,15 @@ def unedited(pairs: Sequence[bytes]) -> list[bytes]:
     return [one for pair in pairs_of(pairs) if pair[0] != EDITED_FIELD for one in pair]
 
 
-def _redriven_items(
+def _redrive_keys(ref: DeadLetterRef) -> tuple[bytes, ...]:
+    return tuple(map(to_wire, (ref.keys.dead_letters, ref.stream, ref.keys.resent)))
+
+
+def _redrive_args(
     ref: DeadLetterRef, found: list[tuple[bytes, list[bytes]]], edited: Sequence[bytes] | None
 ) -> list[bytes] | str:
-    """Return names and values of the entry that a letter becomes, or why it cannot become one. `edited`: its fields,
-    if they are not those of the letter.
+    """Return when a letter goes, and names and values of the entry that it becomes; or why it cannot become one.
+    `edited`: its fields, if they are not those of the letter.
     """
     if not found:
         return _GONE
@@ -298,7 +326,8 @@ def _redriven_items(
         return f"it is no dead letter: {entry.problem}"
     items = [REDRIVE_FIELD, ref.keys.label.encode(), *(entry.letter.pairs if edited is None else edited)]
     if len(items) <= _MAX_ITEMS:
-        return items
+        was_edited = entry.letter.pairs_before_edit is not None and is_edited(items)
+        return [b"move" if edited is None and not was_edited else b"keep", *items]
     return (
         f"its {len(items) // 2 - 1:,} fields are too many for one atomic step: add the fields shown by "
         f"`millstream dlq show {ref.letter_id} --json` by hand (XADD), then purge it"

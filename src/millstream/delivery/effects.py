@@ -50,6 +50,7 @@ MAX_COMMIT_OUTPUTS = 10_000
 _CHUNK_BYTES = 8 << 20
 _OUTPUT_KEY = 8
 _TIMERS = "T"
+_COPIES = "R"
 _SEQUENCE_DIGITS = 20
 
 
@@ -66,6 +67,7 @@ class Effects(msgspec.Struct):
     * `cancels`: the id of the message whose dead letter cancels the rest of the key; CANCELED if messages of the unit
       were canceled before; else ""
     * `cleared_counts`: fields of the crash counts that this commit clears
+    * `copies`: ids of entries that may be edited copies of dead letters, which go with this commit
     * `outputs`: the entries to add to the output stream, each packed by `handlers.encoding.pack_output`
     * `dead_letters`: items of the entries to add
     * `timers`: changes of timers of the key, in order
@@ -86,6 +88,7 @@ class Effects(msgspec.Struct):
     outputs: Sequence[bytes] = ()
     dead_letters: Sequence[Sequence[Arg]] = ()
     timers: TimerChanges = ()
+    copies: Sequence[str] = ()
     lowest_pending_id: bytes = b""
 
     def add_message(self, entry_id: str) -> None:
@@ -112,13 +115,17 @@ class Effects(msgspec.Struct):
         """Clear crash counts with this commit."""
         self.cleared_counts = _appended(self.cleared_counts, fields)
 
+    def add_copy(self, entry_id: str) -> None:
+        """Let the dead letter go whose edited copy this entry of the unit may be."""
+        self.copies = _appended(self.copies, (entry_id,))
+
     @property
     def is_bare(self) -> bool:
         """True if its only effect is that its message is done."""
         return (
             not (self.outputs or self.dead_letters or self.cleared_counts or self.other_ids or self.expected_offset)
             and self.state is None
-            and not self.timers
+            and not (self.timers or self.copies)
         )
 
     @property
@@ -167,7 +174,10 @@ class Effects(msgspec.Struct):
             args += ("S", self.state_field, self.state)
         else:
             args += ("D", self.state_field)
-        args += (len(self.cleared_counts), *self.cleared_counts, len(self.outputs))
+        args += (len(self.cleared_counts), *self.cleared_counts)
+        if self.copies:
+            args += (_COPIES, len(self.copies), *self.copies)
+        args.append(len(self.outputs))
         if self.outputs:
             args += (_OUTPUT_KEY, maxlen)
             args += self.outputs

@@ -26,6 +26,7 @@ from millstream.handlers.limits import Share
 from millstream.model import Retry
 from millstream.redis_client.call import Call
 from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import is_edited
 from millstream.redis_client.resp import Arg, Reply
 from millstream.redis_client.scripts import Script
 
@@ -513,6 +514,8 @@ class KeyedStream(ReliableStream):
         for one, entry_id in zip(deliveries, ids, strict=True):
             if one.may_have_crash_counts:
                 unit.clear_crash_counts(*crash_counts_of(entry_id))
+            if is_edited(one.pairs):
+                unit.add_copy(entry_id)
         return unit
 
     def _run_script(self, script: Script, args: Sequence[Arg]) -> Any:

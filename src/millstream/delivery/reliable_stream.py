@@ -27,7 +27,7 @@ from millstream.groups import Batch, Consumer, Group, PendingEntry, delete_if_em
 from millstream.handlers.dead_letter import DeadLetter, Reason
 from millstream.redis_client.call import Call
 from millstream.redis_client.client import Client
-from millstream.redis_client.key_names import WAITING, own_pairs, worker_name_key
+from millstream.redis_client.key_names import WAITING, is_edited, own_pairs, worker_name_key
 from millstream.redis_client.pipelining import call_all
 from millstream.redis_client.resp import Arg, Reply
 from millstream.redis_client.scripts import Script
@@ -457,12 +457,16 @@ class ReliableStream:
         unit = Effects(ENTRY_PREFIX + delivery.id, b"", b"", None, entry_id, entry_id, 1)
         if delivery.may_have_crash_counts:
             unit.clear_crash_counts(*crash_counts_of(entry_id))
+        if is_edited(delivery.pairs):
+            unit.add_copy(entry_id)
         if rest:
             unit.other_ids = [one.id.decode() for one in rest]
             unit.message_count += len(rest)
             for one, other_id in zip(rest, unit.other_ids, strict=True):
                 if one.may_have_crash_counts:
                     unit.clear_crash_counts(*crash_counts_of(other_id))
+                if is_edited(one.pairs):
+                    unit.add_copy(other_id)
         return unit
 
     def new_call_number(self) -> str:

@@ -26,6 +26,7 @@ Reason = Literal["missing-key", "undecodable", "rejected", "failed", "bad-output
 """
 
 _MAX_TEXT = 4_000
+_NO_TEXT = ("key", "fields", "before_edit")
 _MAX_ATTEMPTS = 2**31
 _MAX_MS = 253_402_300_799_999
 """The last millisecond of the year 9999, the last of `datetime`."""
@@ -41,6 +42,8 @@ class DeadLetter:
     * `reason`, `error`, `traceback`: why; the last two are text of at most 4,000 characters, without passwords in URLs
     * `time_ms`: when it was dead-lettered, in Unix milliseconds
     * `letter_id`: its id in the dead-letter stream; "" before it is written
+    * `pairs_before_edit`: of the dead letter of an edited copy: the fields that the message had before its edits; None
+      for any other, and if the dead letter before it was purged while the copy was under way
 
     Raises ConfigError for an unknown reason: such a letter could not be listed, read or redriven.
     """
@@ -57,6 +60,7 @@ class DeadLetter:
     traceback: str = ""
     time_ms: int
     letter_id: str = ""
+    pairs_before_edit: Sequence[bytes] | None = None
 
     def __post_init__(self) -> None:
         if self.reason not in get_args(Reason):
@@ -66,7 +70,10 @@ class DeadLetter:
             )
 
     def items(self) -> list[bytes | str | int]:
-        """Return the names and values of its entry in the dead-letter stream."""
+        """Return the names and values of its entry in the dead-letter stream, `id` first.
+
+        Without the fields before its edits: they are added where it is written.
+        """
         key: list[bytes | str | int] = [] if self.key is None else ["key", self.key]
         return [
             *("id", self.id, "stream", self.stream, "app", self.app, "handler", self.handler),
@@ -87,14 +94,12 @@ class DeadLetter:
     def parse(cls, letter_id: bytes, items: Sequence[bytes]) -> "DeadLetter":
         """Parse an entry of a dead-letter stream. Raises KeyError, ValueError or ConfigError for any other entry."""
         values = {items[i].decode(): items[i + 1] for i in range(0, len(items), 2)}
-        text = {name: values[name].decode("utf-8", "replace") for name in values if name not in ("key", "fields")}
-        pairs = msgspec.msgpack.decode(values["fields"], type=list[bytes])
-        if len(pairs) % 2:
-            raise ValueError("its fields are not pairs of name and value")
+        text = {name: values[name].decode("utf-8", "replace") for name in values if name not in _NO_TEXT}
+        before = values.get("before_edit")
         return cls(
             stream=from_wire(values["stream"]),
             id=str(EntryId.parse(text["id"])),
-            pairs=pairs,
+            pairs=_unpack(values["fields"]),
             key=values.get("key"),
             app=text["app"],
             handler=text["handler"],
@@ -104,7 +109,16 @@ class DeadLetter:
             traceback=text["traceback"],
             time_ms=_number(text, "time_ms", _MAX_MS),
             letter_id=letter_id.decode(),
+            pairs_before_edit=None if before is None else _unpack(before),
         )
+
+
+def _unpack(packed: bytes) -> list[bytes]:
+    """Unpack names and values as `DeadLetter.items` packs them. Raises ValueError for anything else."""
+    pairs = msgspec.msgpack.decode(packed, type=list[bytes])
+    if len(pairs) % 2:
+        raise ValueError("its fields are not pairs of name and value")
+    return pairs
 
 
 def reason_of(items: Sequence[Arg]) -> str:

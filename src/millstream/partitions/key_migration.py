@@ -19,7 +19,7 @@ from millstream.errors import CommandFailed, Unavailable
 from millstream.partitions.partition_map import PartitionMap, PastOwner, moved_away
 from millstream.partitions.partitions import Partitions
 from millstream.redis_client.client import Client
-from millstream.redis_client.key_names import REDRIVE_FIELD, HandlerKeys, StreamKeys, to_wire
+from millstream.redis_client.key_names import REDRIVE_FIELD, HandlerKeys, StreamKeys, is_edited, to_wire
 from millstream.redis_client.pipelining import call_all
 from millstream.redis_client.replies import pairs_of
 from millstream.redis_client.resp import Arg, Reply
@@ -328,7 +328,8 @@ def forward_entry(
 ) -> bool:
     """Forward a redriven entry, once, to the partition that owns its key now; False if its key has not moved.
 
-    `keys`: the handler's, on the partition that the entry is in. Raises RedisError.
+    The dead letter of an edited copy goes along: it is added there before it is removed here. `keys`: the handler's, on
+    the partition that the entry is in. Raises RedisError.
     """
     partitions = Partitions(client, base)
     layout = partitions.finish_growth(partitions.require())
@@ -336,14 +337,27 @@ def forward_entry(
     if owner == keys.stream:
         return False
     there = HandlerKeys(keys.app, keys.handler, owner)
-    names = map(to_wire, (owner, StreamKeys(owner).partition, there.forwarded(keys.stream, entry_id)))
+    letter_id = client.execute("HGET", to_wire(keys.resent), entry_id) if is_edited(pairs) else None
+    letter = [] if letter_id is None else _letter_for(client, keys, letter_id, owner)
+    sent = there.forwarded(keys.stream, entry_id)
+    names = map(to_wire, (owner, StreamKeys(owner).partition, sent, there.dead_letters, there.resent))
     try:
-        client.script(FORWARD_ENTRY, tuple(names), (layout.generation, _FORWARDED_MS, *pairs))
+        client.script(FORWARD_ENTRY, tuple(names), (layout.generation, _FORWARDED_MS, len(letter), *letter, *pairs))
     except CommandFailed as error:
         if error.code != "CLOSED":
             raise
         raise Unavailable(f"{owner} was closed by a growth meanwhile; trying again") from error
+    if letter_id is not None:
+        client.execute("XDEL", to_wire(keys.dead_letters), letter_id)
+        client.execute("HDEL", to_wire(keys.resent), entry_id, b"l" + letter_id)
     return True
+
+
+def _letter_for(client: Client, keys: HandlerKeys, letter_id: bytes, owner: str) -> list[bytes]:
+    """The items of a dead letter for the partition `owner`; none if it is gone."""
+    found = client.execute("XRANGE", to_wire(keys.dead_letters), letter_id, letter_id)
+    items = pairs_of(found[0][1]) if found else ()
+    return [one for name, value in items for one in (name, to_wire(owner) if name == b"stream" else value)]
 
 
 class PartitionStream(KeyedStream):

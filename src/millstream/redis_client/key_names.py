@@ -53,6 +53,11 @@ def is_redriven(pairs: Sequence[bytes]) -> bool:
     return is_for_one and not (len(pairs) > 2 and pairs[2] == TIMER_FIELD)
 
 
+def is_edited(pairs: Sequence[bytes]) -> bool:
+    """Return whether the entry with these fields is the edited copy of a dead letter."""
+    return len(pairs) > 2 and pairs[0] == REDRIVE_FIELD and pairs[-2] == EDITED_FIELD
+
+
 def is_identifier(name: str) -> bool:
     """Whether `name` can be part of a Redis key, a group name and a folder name."""
     return bool(_IDENTIFIER.fullmatch(name))
@@ -303,6 +308,7 @@ class HandlerKeys(msgspec.Struct, frozen=True):
     state = Key("state", "hash", "key -> its durable state (msgpack)")
     crashes = Key("crashes", "hash", "entry -> how often it was started by a task that did not survive it")
     dead_letters = Key("dead", "stream", "dead letters")
+    resent = Key("resent", "hash", "edited copy under way -> its dead letter; `l` and a dead letter -> its edited copy")
 
     ready = Key("ready", "list", "key queues that can be run, by workers or on Spark, round robin")
     owners = Key("owners", "hash", "key queue -> token of the worker's lease")

@@ -16,6 +16,7 @@ from millstream.services.console import Level
 from millstream.services.console.history_writer import HistoryWriter
 from tests.support.console_forms import FORMS
 from tests.support.consoles import Browser, Page, add_output, authorized, console, fill_with, pages_one_by_one
+from tests.support.dead_letters import KEYS as DEAD_LETTER_KEYS
 from tests.support.dead_letters import add_dead_letter
 from tests.support.waiting import eventually
 
@@ -41,7 +42,7 @@ def manage(url: str, admin: Client) -> None:
             granted(browser.get(f"/find?q={text}"))
         check_findings(browser)
         check_outputs(browser, admin)
-        act(browser, keyed)
+        act(browser, keyed, admin)
         redrive_at_a_rate(browser, admin)
     with TemporaryDirectory() as folder, console(url, Path(folder)) as browser:
         granted(browser.send(granted(browser.log_in("figures")), "/logout"))
@@ -88,12 +89,13 @@ def check_no_output(client: Client) -> None:
             client.execute(*command)
 
 
-def act(browser: Browser, keyed: KeyedStream) -> None:
+def act(browser: Browser, keyed: KeyedStream, admin: Client) -> None:
     """Send every form; those that ask are answered."""
     send(browser, "/handler/resume", "/handler/pause", "/handler/rate", "/handler/rate/clear", "/stuck/unpark")
     (lease,) = keyed.lease_keys(queues=1, entries=1, run=1, lease_ms=60_000, now_ms=0).leases
     assert lease.key == b"parked x"
     send(browser, "/key/skip", "/key/park", "/key/reset", "/letters/export", "/letter/edit")
+    assert admin.execute("UNLINK", DEAD_LETTER_KEYS.resent) == 1  # the edited copy is under way no more
     granted(browser.send(granted(browser.get(KEY)), "/key/park"))
     send(browser, "/key/unpark", "/key/skip", "/letters/redrive", "/letters/redrive/stop")
     send(browser, "/key/skip", "/letters/purge")

@@ -14,7 +14,7 @@ from millstream.handlers.encoding import pack_output
 from millstream.model import EntryId
 from millstream.partitions.partitions import Partitions
 from millstream.redis_client.client import Client
-from millstream.redis_client.key_names import REDRIVE_FIELD, HandlerKeys
+from millstream.redis_client.key_names import EDITED_FIELD, REDRIVE_FIELD, HandlerKeys
 from millstream.redis_client.pipelining import server_time_us
 from millstream.spark.engine.key_migration import PartitionMigration, keep_migrating
 from tests.support.acl_scenarios.worker import (
@@ -27,6 +27,7 @@ from tests.support.acl_scenarios.worker import (
     publish_a_firing,
     read_figures,
     reliable,
+    resend,
     take_permits,
 )
 from tests.support.partition_fixtures import BASE, Publisher, moved_key
@@ -34,13 +35,15 @@ from tests.support.running_codes import CODE
 from tests.support.waiting import eventually
 
 
-def effects_on(entry_id: str) -> Effects:
-    """All kinds of effects of one message."""
+def effects_on(admin: Client, entry_id: str) -> Effects:
+    """All kinds of effects of one message, which is the edited copy of a dead letter, too."""
+    resend(admin, KEYS, entry_id.encode())
     letters = [letter().items()]
     unit = Effects(
         b"kA", b"", b"A", b"\x80", cleared_counts=[entry_id], outputs=[pack_output({"n": 1})], dead_letters=letters
     )
     unit.add_message(entry_id)
+    unit.add_copy(entry_id)
     unit.add_timers([(b"timer", 1_000, pack_output({"n": 1})), (b"timer", "", b"")])
     unit.cancels = entry_id
     return unit
@@ -88,7 +91,7 @@ def run_on_spark(url: str, admin: Client) -> None:
         assert store.load({"orders": ([b"kA"], [b"A"])}) == {"orders": {}}
         client.execute("XRANGE", "orders", "-", "+", "COUNT", 1)  # as tasks do
         store.set_crash_count("orders", ids[0].decode(), store.crash_count("orders", ids[0].decode()) + 1)
-        assert store.commit({"orders": [effects_on(ids[0].decode())]}) == []
+        assert store.commit({"orders": [effects_on(admin, ids[0].decode())]}) == []
         store.advance_committed({"orders": EntryId.parse(ids[9])})
         ProgressGroup(client, KEYS.group).publish(ends)
         stream = reliable(admin)
@@ -159,8 +162,10 @@ def move_keys(client: Client, admin: Client, app: str, handler: str) -> None:
     moves.await_keys(home, [b"k" + key.encode()])
     new = admin.execute("XADD", home, "*", "k", key).decode()
     assert defer(store, home, [Deferral(queue=b"k" + key.encode(), expected_offset=b"", ids=[new])]) == []
-    pairs = [REDRIVE_FIELD, f"{app}.{handler}".encode(), b"k", key.encode()]
-    assert moves.forward(old.stream(old.partition_of(key.encode())), key.encode(), "1-0", pairs)
+    pairs = [REDRIVE_FIELD, f"{app}.{handler}".encode(), b"k", key.encode(), EDITED_FIELD, b"ann"]
+    former = old.stream(old.partition_of(key.encode()))
+    resend(admin, HandlerKeys(app, handler, former), b"1-0")
+    assert moves.forward(former, key.encode(), "1-0", pairs)
     for stream in old.streams:
         last = admin.execute("XREVRANGE", stream, "+", "-", "COUNT", 1)
         admin.execute("HSET", HandlerKeys(app, handler, stream).meta, "committed_id", last[0][0] if last else "0-0")

@@ -14,7 +14,7 @@ from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.delayed_messages import DelayedMessages
 from millstream.delivery.keyed_stream import KeyedStream, KeyLease, LeaseRelease, queue_of_key
 from millstream.delivery.permits import Permits
-from millstream.delivery.reliable_stream import ReliableStream, remove_consumers
+from millstream.delivery.reliable_stream import Delivery, ReliableStream, remove_consumers
 from millstream.delivery.run_times import report_run_times
 from millstream.errors import ConfigError
 from millstream.handlers.dead_letter import DeadLetter
@@ -26,7 +26,7 @@ from millstream.partitions.partitions import Partitions
 from millstream.producer.producer import Producer
 from millstream.producer.schedule_loop import ScheduleLoop
 from millstream.redis_client.client import Client
-from millstream.redis_client.key_names import HandlerKeys, worker_name_key
+from millstream.redis_client.key_names import EDITED_FIELD, REDRIVE_FIELD, HandlerKeys, worker_name_key
 from millstream.worker import ReadingLoop
 from millstream.worker.delayed_mover import TrackedDelayedMessages
 from millstream.worker.fetching.hinted_key_fetcher import ReadyHints
@@ -58,6 +58,12 @@ def letter() -> DeadLetter:
         error="no",
         time_ms=0,
     )
+
+
+def resend(admin: Client, keys: HandlerKeys, entry_id: bytes) -> None:
+    """Add a dead letter whose edited copy this entry is."""
+    letter_id = admin.execute("XADD", keys.dead_letters, "*", *letter().items())
+    admin.execute("HSET", keys.resent, entry_id, letter_id, b"l" + letter_id, entry_id)
 
 
 def reliable(client: Client, name: str = "w-0") -> ReliableStream:
@@ -94,9 +100,7 @@ def work(url: str, admin: Client) -> None:
         stream.refresh()
         stream.reserve_rate(1_000.0, 7, None)
         found = stream.fetch(count=7)
-        effects = stream.effects_of(found[0])
-        effects.outputs = [pack_output({"n": 1})]
-        assert stream.commit([effects]) == []
+        commit_copy(admin, stream, found[0])
         assert stream.ack(found[1]) == []
         assert stream.dead_letter((found[2], letter())) == []
         stream.begin_isolation(found[3], "t-0 w-9")
@@ -124,6 +128,15 @@ def work(url: str, admin: Client) -> None:
         publish_a_firing(client)
         work_by_keys(client, admin)
         work_on_partitions(client, admin)
+
+
+def commit_copy(admin: Client, stream: ReliableStream, delivery: Delivery) -> None:
+    """Commit an entry that is the edited copy of a dead letter, with an output."""
+    resend(admin, KEYS, delivery.id)
+    effects = stream.effects_of(delivery)
+    effects.outputs = [pack_output({"n": 1})]
+    effects.add_copy(delivery.id.decode())
+    assert stream.commit([effects]) == []
 
 
 def report_and_read_figures(client: Client) -> None:
@@ -219,7 +232,9 @@ def work_on_partitions(client: Client, admin: Client) -> None:
     assert isinstance(side, ByPartition)
     side.discover(client)
     old = layout.stream(layout.owners(key.encode())[0])
-    assert side._forward(old, key.encode(), b"1-0", [b"k", key.encode()])
+    resend(admin, HandlerKeys("shop", "bill", old), b"1-0")
+    pairs = [REDRIVE_FIELD, b"shop.bill", b"k", key.encode(), EDITED_FIELD, b"ann"]
+    assert side._forward(old, key.encode(), b"1-0", pairs)
     side.close()
 
 

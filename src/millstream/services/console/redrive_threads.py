@@ -253,7 +253,7 @@ class _Redrive:
             found,
             tried=found.tried + (not is_unknown),
             redriven=found.redriven + (outcome.new_id is not None),
-            unknown=found.unknown - (is_unknown and not outcome.is_gone),
+            unknown=found.unknown - (is_unknown and not outcome.is_settled),
         )
         if self._found.refused > found.refused:
             self._problem = self._problem or f"{outcome.ref.letter_id}: {outcome.problem}"

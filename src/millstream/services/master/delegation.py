@@ -14,7 +14,7 @@ from millstream.model import EntryId
 from millstream.observability import metrics as m
 from millstream.observability.metrics import NO_METRICS, Metrics, init_series
 from millstream.redis_client.client import Client, raise_if_error
-from millstream.redis_client.key_names import MASTER
+from millstream.redis_client.key_names import MASTER, own_pairs
 from millstream.redis_client.pipelining import call_all
 from millstream.redis_client.replies import mapping_of, pairs_of
 from millstream.services.master.leases import AckOutcome, ConsumerStream, GroupStream
@@ -183,7 +183,7 @@ class Delegator:
 
     def dead_letter(self, delivery: Delivery, reason: Reason, error: str) -> DeadLetter:
         """The dead letter of a message."""
-        pairs = list(delivery.pairs)
+        pairs = own_pairs(delivery.pairs)
         fields = mapping_of(pairs)
         return DeadLetter(
             stream=self.group_stream.stream,

@@ -97,6 +97,7 @@ class BatchTask(PartitionTask):
         lead.effects.message_count += len(rest)
         lead.others = [run for run, _ in rest]
         for run in lead.others:
+            run.entries[0].add_copy_to(lead.effects)
             run.covered.append(run.entries.popleft())
         self._buffer.stage(lead)
 

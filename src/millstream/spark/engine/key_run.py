@@ -14,7 +14,7 @@ from millstream.delivery.last_error import LastError
 from millstream.errors import Unfinished
 from millstream.handlers.attempt import Parked, RetryLater
 from millstream.model import ZERO_ID, EntryId, Retry
-from millstream.redis_client.key_names import REDRIVE_FIELD, own_pairs
+from millstream.redis_client.key_names import EDITED_FIELD, REDRIVE_FIELD, own_pairs
 from millstream.redis_client.resp import Arg
 
 unpack = msgspec.msgpack.Decoder(list[bytes]).decode
@@ -30,6 +30,11 @@ class Entry:
 
     id: EntryId
     packed: bytes
+
+    def add_copy_to(self, effects: Effects) -> None:
+        """Add its id to the effects that complete it, if it may be the edited copy of a dead letter."""
+        if EDITED_FIELD in self.packed:  # most are not: they need not be unpacked for that
+            effects.add_copy(str(self.id))
 
 
 class DeferReason(NamedTuple):

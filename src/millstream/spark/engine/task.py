@@ -233,6 +233,7 @@ class PartitionTask:
         """Add a processed message's outcome to its run's effects."""
         effects = run.effects
         effects.add_message(message.id)
+        run.entries[0].add_copy_to(effects)
         if self._cautious.is_on or run.from_queue:  # its key may have waited without a failed attempt
             effects.clear_crash_counts(*crash_counts_of(message.id))
         if isinstance(outcome, DeadLettered):

@@ -13,6 +13,7 @@ from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.errors import OutOfMemory
 from millstream.handlers.attempt import NO_EFFECTS, DeadLettered, Done, RetryLater
 from millstream.handlers.dead_letter import reason_of
+from millstream.redis_client.key_names import REDRIVE_FIELD
 from millstream.worker.completion_queue import FinishedRun
 from millstream.worker.context import WorkerContext
 from millstream.worker.handler_steps import HandlerSteps
@@ -115,7 +116,9 @@ class Committer:
         delivery = deliveries[0]
         if len(deliveries) > 1:
             return self._steps.commit_batch(deliveries, done)
-        if done is NO_EFFECTS and not (self._has_own_commit or delivery.may_have_crash_counts):
+        if done is NO_EFFECTS and not (
+            self._has_own_commit or delivery.may_have_crash_counts or delivery.pairs[0] == REDRIVE_FIELD
+        ):
             return delivery.id
         return self._steps.commit(delivery, done)
 

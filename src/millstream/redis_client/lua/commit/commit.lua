@@ -18,6 +18,7 @@
 --         state: '' (untouched), 'S' field value (set), 'D' field (delete) or 'E' field value duration (set, and let it
 --           expire so many milliseconds later, unless it is set again)
 --         number of crash-count fields to clear, the fields
+--         none, or, if entries are edited copies of dead letters: 'R', number of these entries, their ids
 --         number of outputs; if there are any: index into KEYS, length to trim the stream to (0 = no trimming), and each
 --           as a msgpack array of its items (name, value, ...)
 --         none, or, if timers of the key change: 'T', number of changes, each: id of the timer, ms until it is due ('' =
@@ -35,9 +36,9 @@
 --   in stream order, and repeating a commit whose reply was lost is refused without harm. A worker's entry must also be
 --   pending with this worker, so that an entry that was claimed by another commits nothing (XACK by itself does not
 --   check the consumer); of a batch, whose outputs belong to all of it, each entry must be, and each gets its own
---   offset. Entries of a key are committed under its lease, and only if they are the first of its queue; they leave the
---   queue with their effects, and need no offsets. On Spark a key that has a queue commits only the first entries of
---   that queue. A call that a worker repeats gets the first reply. Writes that can be refused come before the offset,
+--   offset. The dead letter of an edited copy goes with the unit of the copy. Entries of a key are committed under its
+--   lease, and only if they are the first of its queue; they leave the queue with their effects, and need no offsets.
+--   On Spark a key that has a queue commits only the first entries of that queue. A call that a worker repeats gets the first reply. Writes that can be refused come before the offset,
 --   since a script is not rolled back: an offset without its effects would be a loss. `max_offset` is never below any
 --   offset. No flag allow-oom: at maxmemory the whole script is refused before it writes.
 
@@ -45,6 +46,7 @@
 -- include refusal
 -- include key_queues
 -- include cancellation
+-- include resent
 -- include acl_probe
 -- include field_expiry
 -- include expiring_state
@@ -192,6 +194,20 @@ local function timer_problem()
   return mismatch and redis.error_reply(mismatch) or problem
 end
 
+-- Why Redis would refuse to remove the dead letter of an edited copy, if it would; asked before the outputs of the unit
+-- are written.
+local function resend_problem()
+  local problem = may('XDEL', KEYS[5], '0-0') or may('XRANGE', KEYS[5], '-', '+') or may('HDEL', RESENT, 'f')
+  local mismatch = not problem and check_type(RESENT, 'hash')
+  return mismatch and redis.error_reply(mismatch) or problem
+end
+
+local function add_dead_letter(from, to)
+  local items = {unpack(ARGV, from, to)}
+  keep_fields_before_edit(items)
+  try('XADD', KEYS[5], '*', unpack(items))
+end
+
 local timers_set = 0
 
 -- A timer waits with the delayed messages of the stream, and is moved like them (producer/move_due.lua). Timers that
@@ -335,7 +351,15 @@ while at < #ARGV and not failure do
   local cleared_at = at
   at = at + cleared
 
-  local outputs = next_count()
+  local outputs = next_arg()
+  local copies, copies_at = 0, 0
+  if outputs == 'R' then
+    copies, copies_at = next_count(), at
+    at = at + copies
+    outputs = next_arg()
+  end
+  outputs = tonumber(outputs)
+  if accepted and not failure and copies > 0 then failure = resend_problem() end
   if accepted and not failure and ARGV[at + (outputs > 0 and outputs + 3 or 1)] == 'T' then failure = timer_problem() end
   if accepted and not failure and expiring then failure = expiry_problem() end
   if outputs > 0 then
@@ -354,8 +378,17 @@ while at < #ARGV and not failure do
   letters = tonumber(letters)
   for _ = 1, letters do
     local items = next_count()
-    if accepted then try('XADD', KEYS[5], '*', unpack(ARGV, at + 1, at + items)) end
+    if accepted and not failure then
+      if copies > 0 then
+        add_dead_letter(at + 1, at + items)
+      else
+        try('XADD', KEYS[5], '*', unpack(ARGV, at + 1, at + items))
+      end
+    end
     at = at + items
+  end
+  if accepted and not failure then
+    for i = copies_at + 1, copies_at + copies do end_resend(ARGV[i]) end
   end
 
   if accepted then

@@ -28,4 +28,5 @@ local function may_commit()
     end
     if problem then return problem end
   end
+  return may('XDEL', KEYS[5], '0-0')
 end

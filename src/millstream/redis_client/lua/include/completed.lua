@@ -1,10 +1,11 @@
--- Messages that consumers of masters have completed, each with its consumer. KEYS as in commit.lua; needs key_queues.
+-- Messages that consumers of masters have completed, each with its consumer. KEYS as in commit.lua; needs key_queues and resent.
 --
 -- The last ones are kept, so that a consumer which reports one again gets the first reply, and a consumer that had lost
 -- the message does not: between MOST_DONE and twice as many.
 local DONE, DONE_BEFORE, MOST_DONE = BASE .. 'done', BASE .. 'done-before', 20000
 
 local function store_completion(id, consumer)
+  end_resend(id)
   redis.call('HSET', DONE, id, consumer)
   if redis.call('HLEN', DONE) >= MOST_DONE then
     redis.call('UNLINK', DONE_BEFORE)

@@ -18,6 +18,7 @@
 -- include refusal
 -- include key_queues
 -- include migration_state
+-- include resent
 
 local group, name, what = ARGV[1], ARGV[2], ARGV[3]
 local found = redis.call('HMGET', KEYS[1], 'owner', 'keyed')
@@ -55,7 +56,10 @@ end
 local probe = redis.pcall('XPENDING', KEYS[7], group, '-', '+', 1)
 if probe.err then return named(probe, 'XPENDING', KEYS[7]) end
 if redis.call('LINDEX', queue_of(name), 0) ~= ARGV[4] then return 0 end
-redis.call('XADD', KEYS[5], '*', unpack(ARGV, 5)) -- first, as it may be refused
+local items = {unpack(ARGV, 5)}
+keep_fields_before_edit(items)
+redis.call('XADD', KEYS[5], '*', unpack(items)) -- first, as it may be refused
+end_resend(ARGV[4])
 redis.call('XACK', KEYS[7], group, ARGV[4])
 redis.call('LPOP', queue_of(name))
 clear_crash_counts(ARGV[4])

@@ -17,6 +17,7 @@
 
 -- include ids
 -- include key_queues
+-- include resent
 -- include completed
 
 local group, consumer, id, name = ARGV[2], ARGV[3], ARGV[4], ARGV[5]

@@ -10,6 +10,7 @@
 
 -- include ids
 -- include key_queues
+-- include resent
 -- include completed
 
 local group = ARGV[2]

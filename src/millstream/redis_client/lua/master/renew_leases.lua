@@ -24,6 +24,7 @@
 -- include ids
 -- include key_queues
 -- include group_state
+-- include resent
 -- include completed
 
 local group, lease_ms, max_age_us = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]) * 1000

@@ -7,7 +7,14 @@ from hashlib import blake2b
 from starlette.responses import Response
 
 from millstream.admin.audit_log import AuditLog
-from millstream.admin.dead_letter_groups import MOST_LETTERS, LetterGroup, find_letters, group_letters
+from millstream.admin.dead_letter_groups import (
+    MOST_LETTERS,
+    FoundLetters,
+    LetterGroup,
+    find_letters,
+    fingerprint_of,
+    group_letters,
+)
 from millstream.admin.findings import quoted
 from millstream.admin.letter_export import LetterExport
 from millstream.delivery.dead_letter_queue import DeadLetterEntry, DeadLetterFilter, DeadLetterQueue
@@ -19,24 +26,31 @@ from millstream.redis_client.key_names import from_wire, to_wire
 from millstream.services.console.downloads import Download
 from millstream.services.console.pages import PageRequest
 from millstream.services.console.views import redrives
+from millstream.services.web.errors import Refused
 
 _MOST_SHOWN = 100
 _MOST_IN_COMMAND = 20
+_GROUP_FIELDS = ("reason", "error", "sample")
+"""What names a group in addresses and forms."""
 
 
 def letters(page: PageRequest) -> Response:
     """The groups of a handler's dead letters; with a reason and an error, the letters of one group."""
     name = page.wanted("handler")
     app, handler = _split(page, name)
-    groups = group_letters(find_letters(page.client, app=app, handler=handler))
-    reason, error = page.query.get("reason"), page.name("error")
-    if reason is not None:
-        group = next((one for one in groups if (one.reason, one.fingerprint) == (reason, error or "")), None)
+    found = find_letters(page.client, app=app, handler=handler)
+    groups = group_letters(found.letters)
+    wanted = _wanted_group(page, app, handler)
+    if wanted is not None:
+        group = next((one for one in groups if (one.reason, one.fingerprint) == wanted), None)
         return page.render(
             "letter_group.html",
             name=name,
             group=group,
-            error=page.display.text(error, "error"),
+            named={"handler": name, **(_name_of(page, group) if group else {})},
+            error=page.display.text(wanted[1], "error"),
+            has_more=found.has_more,
+            most=MOST_LETTERS,
             shown=[(one, *_texts_of(page, one)) for one in (group.letters[:_MOST_SHOWN] if group else ())],
         )
     return page.render(
@@ -44,13 +58,14 @@ def letters(page: PageRequest) -> Response:
         name=name,
         redrives=redrives.under_way(page, app, handler),
         format_rate=format_rate,
-        total=sum(len(one.letters) for one in groups),
+        total=len(found.letters),
+        has_more=found.has_more,
         most=MOST_LETTERS,
         groups=[
             (
                 one,
                 page.display.text(one.fingerprint, "error"),
-                _link_of(page, name, one),
+                page.url("/letters", handler=name, **_name_of(page, one)),
                 _texts_of(page, one.letters[0]),
             )
             for one in groups
@@ -74,6 +89,7 @@ def letter(page: PageRequest) -> Response:
         key=None if found is None or found.key is None else page.display.key(found.key),
         error=page.display.text(found.error if found else entry.problem, "error"),
         fields=page.display.fields(found.pairs if found else entry.pairs),
+        before_edit=page.display.fields(found.pairs_before_edit) if found and found.pairs_before_edit else None,
         traceback=page.display.text(found.traceback, "traceback") if found else "",
     )
 
@@ -85,16 +101,22 @@ def redrive(page: PageRequest) -> Response:
         rate = parse_rate(text) if (text := page.field("rate").strip()) else None
     except ConfigError as error:  # the form is shown again, with what it had
         problem = str(error)
-    found = _selected(page)
+    selected = _selected(page)
+    found = [one for one in selected.letters if not one.copy_id]
+    if not found:
+        raise Refused(409, "they stay: an edited copy of each is under way, and each goes with the commit of its copy")
     if problem or not _is_confirmed(page, found):
+        staying = len(selected.letters) - len(found)
         sentences = [
             f"{pluralize(len(found), 'dead letter')} would be redriven: {_by_stream(found)}.",
+            *([f"{staying:,} more would stay, as an edited copy of each is under way."] if staying else []),
+            *_of_more(page, selected),
             "Each goes to the end of its stream, in the order in which they were published.",
             "Only this handler processes them again. Other messages of their keys have been processed since.",
             "Without a rate all are redriven at once.",
             "With one, this console goes on when you leave the page: that of the dead letters shows how far it is.",
         ]
-        return _confirm(page, "redrive", sentences, found, problem)
+        return _confirm(page, "redrive", sentences, found, problem, has_more=selected.has_more)
     refs = sorted((one.ref for one in found), key=lambda ref: ref[:3])
     if rate is not None:
         return redrives.start(page, refs, rate=rate, about=_about(page, found))
@@ -105,17 +127,21 @@ def redrive(page: PageRequest) -> Response:
             moved += one.new_id is not None
             problems += [f"{one.ref.letter_id}: {one.problem}"] if one.new_id is None else []
             action.result = action.done_before = progress(moved, len(found), "redriven")
-    return _report(page, f"{pluralize(moved, 'dead letter')} redriven", problems)
+    return _report(page, f"{pluralize(moved, 'dead letter')} redriven", problems, selected)
 
 
 def purge(page: PageRequest) -> Response:
     """Delete dead letters for good, once their number is typed."""
-    found = _selected(page)
+    selected = _selected(page)
+    found = selected.letters
     if not _is_confirmed(page, found):
+        copies = sum(bool(one.copy_id) for one in found)
         sentences = [
-            f"{pluralize(len(found), 'dead letter')} would be deleted for good, with their messages: {_by_stream(found)}."
+            f"{pluralize(len(found), 'dead letter')} would be deleted for good, with their messages: {_by_stream(found)}.",
+            *([f"Edited copies of {copies:,} of them are under way, and go on."] if copies else []),
+            *_of_more(page, selected),
         ]
-        return _confirm(page, "purge", sentences, found)
+        return _confirm(page, "purge", sentences, found, has_more=selected.has_more)
     removed = 0
     with page.audit("dlq purge", **_about(page, found)) as action:
 
@@ -126,20 +152,18 @@ def purge(page: PageRequest) -> Response:
 
         count(0)
         DeadLetterQueue(page.client).purge([one.ref for one in found], on_removed=count)
-    return _report(page, f"{pluralize(removed, 'dead letter')} purged", [])
+    return _report(page, f"{pluralize(removed, 'dead letter')} purged", [], selected)
 
 
 def export(page: PageRequest) -> Response:
     """The dead letters of a handler, or of one group, as lines of JSON."""
-    name, reason, error = page.wanted("handler"), page.field("reason") or None, page.name("error")
+    name = page.wanted("handler")
     app, handler = _split(page, name)
+    reason, fingerprint = _wanted_group(page, app, handler) or (None, None)
     wanted = DeadLetterFilter(app=app, handler=handler, reason=reason)
-    letters = LetterExport(
-        page.client, wanted, fingerprint=(error or "") if reason else None, redact=page.display.redact
-    )
-    about = {"handler": name, "reason": page.field("reason"), "error": page.field("error")}
+    letters = LetterExport(page.client, wanted, fingerprint=fingerprint, redact=page.display.redact)
     log = AuditLog(page.client)
-    record = log.begin(by=page.viewer.name, action="dlq show", about={one: text for one, text in about.items() if text})
+    record = log.begin(by=page.viewer.name, action="dlq show", about=_named(page))
     try:
         first = letters.next_part(page.client)
     except MillstreamError as failure:
@@ -155,7 +179,7 @@ def export(page: PageRequest) -> Response:
     )
 
 
-def _selected(page: PageRequest) -> Sequence[DeadLetterEntry]:
+def _selected(page: PageRequest) -> FoundLetters:
     """The dead letters that a form names: those that are ticked if it says so, else a group, else all.
 
     Raises ConfigError if none is ticked, and MillstreamError if there are none.
@@ -169,17 +193,9 @@ def _selected(page: PageRequest) -> Sequence[DeadLetterEntry]:
     ]
     if is_selection and not places:
         raise ConfigError("no dead letter is selected: go back and tick some")
-    found = list(
-        find_letters(
-            page.client,
-            app=app,
-            handler=handler,
-            reason=page.field("reason") or None,
-            fingerprint=(page.name("error") or "") if page.field("reason") else None,
-            places=places,
-        )
-    )
-    if not found:
+    reason, fingerprint = _wanted_group(page, app, handler) or (None, None)
+    found = find_letters(page.client, app=app, handler=handler, reason=reason, fingerprint=fingerprint, places=places)
+    if not found.letters:
         raise MillstreamError("there are no such dead letters (any more)")
     return found
 
@@ -200,10 +216,16 @@ def _digest(found: Sequence[DeadLetterEntry]) -> str:
 
 
 def _confirm(
-    page: PageRequest, verb: str, sentences: Sequence[str], found: Sequence[DeadLetterEntry], problem: str = ""
+    page: PageRequest,
+    verb: str,
+    sentences: Sequence[str],
+    found: Sequence[DeadLetterEntry],
+    problem: str = "",
+    *,
+    has_more: bool,
 ) -> Response:
     """Ask for the confirmation; `problem`: why what was filled in is refused."""
-    name, reason, error = page.wanted("handler"), page.field("reason"), page.field("error")
+    name, group = page.wanted("handler"), _group_fields(page)
     rate = page.field("rate").strip() if verb == "redrive" else ""
     if problem:
         sentences = [f"Nothing is redriven: {problem}.", *sentences]
@@ -217,8 +239,7 @@ def _confirm(
         path=f"/letters/{verb}",
         fields={
             "handler": name,
-            "reason": reason,
-            "error": error,
+            **group,
             "only": page.field("only"),
             "of": _digest(found),
             **({"confirm": str(len(found))} if verb == "redrive" else {}),
@@ -227,19 +248,21 @@ def _confirm(
         **({"rate": rate} if verb == "redrive" else {}),
         typed=f"the number {len(found)}" if verb == "purge" else None,
         inputmode="numeric",
-        command=_command(verb, name, found, is_all=not reason and not page.field("only"), rate="" if problem else rate),
-        back=page.url("/letters", handler=name, reason=reason or None, error=error or None),
+        command=_command(verb, name, found, is_all=_is_all(page), has_more=has_more, rate="" if problem else rate),
+        back=page.url("/letters", handler=name, **group),
     )
 
 
-def _command(verb: str, name: str, found: Sequence[DeadLetterEntry], *, is_all: bool, rate: str) -> str | None:
+def _command(
+    verb: str, name: str, found: Sequence[DeadLetterEntry], *, is_all: bool, has_more: bool, rate: str
+) -> str | None:
     """The command that does the same to these dead letters and to no others, at this rate if there is one; None if they
     are too many to name, or a name is not printable.
     """
     command = f"millstream dlq {verb} {name}"
     options = f" --rate {quoted(rate)}" if rate else ""
     if is_all:
-        return command + (f" --limit {MOST_LETTERS}" if len(found) == MOST_LETTERS else "") + options
+        return command + (f" --limit {MOST_LETTERS}" if has_more else "") + options
     if len(found) > _MOST_IN_COMMAND or any(escape(one.keys.stream) != one.keys.stream for one in found):
         return None
     by_stream: dict[str, list[str]] = {}
@@ -250,11 +273,12 @@ def _command(verb: str, name: str, found: Sequence[DeadLetterEntry], *, is_all: 
     )
 
 
-def _report(page: PageRequest, done: str, problems: Sequence[str]) -> Response:
+def _report(page: PageRequest, done: str, problems: Sequence[str], selected: FoundLetters) -> Response:
     return page.render(
         "letters_done.html",
         name=page.wanted("handler"),
         done=done,
+        more=_of_more(page, selected),
         problems=[page.display.text(one, "error") for one in problems[:_MOST_SHOWN]],
     )
 
@@ -266,8 +290,26 @@ def _split(page: PageRequest, name: str) -> tuple[str, str]:
 
 
 def _about(page: PageRequest, found: Sequence[DeadLetterEntry]) -> dict[str, str]:
-    known = {"handler": page.wanted("handler"), "reason": page.field("reason"), "error": page.field("error")}
-    return {**{name: one for name, one in known.items() if one}, "letters": f"{len(found):,}"}
+    return {**_named(page), "letters": f"{len(found):,}"}
+
+
+def _named(page: PageRequest) -> dict[str, str]:
+    """What a form names, for the audit: the handler, and the group if it names one."""
+    return {"handler": page.wanted("handler"), **_group_fields(page)}
+
+
+def _is_all(page: PageRequest) -> bool:
+    """Whether a form is about all dead letters of the handler: it names no group and no selection."""
+    return not _group_fields(page) and not page.field("only")
+
+
+def _of_more(page: PageRequest, selected: FoundLetters) -> list[str]:
+    """The sentence that says what becomes of the dead letters after the first 5,000, if there are any."""
+    if not selected.has_more or page.field("only"):
+        return []
+    rest = ", or use the command, which takes all without --limit" if _is_all(page) else ""
+    first = f"The console takes the first {MOST_LETTERS:,} dead letters of a handler"
+    return [f"{first}, and this one has more: repeat this for the rest{rest}."]
 
 
 def _by_stream(found: Sequence[DeadLetterEntry]) -> str:
@@ -277,11 +319,40 @@ def _by_stream(found: Sequence[DeadLetterEntry]) -> str:
     )
 
 
-def _link_of(page: PageRequest, name: str, group: LetterGroup) -> str | None:
-    """The page of a group; None if its error is hidden, as the address would show it."""
-    if page.display.text(group.fingerprint, "error") != group.fingerprint:
+def _name_of(page: PageRequest, group: LetterGroup) -> dict[str, str]:
+    """What names a group in addresses and forms: its reason and error; if that is hidden, the first of its letters."""
+    if _is_shown(page, group.fingerprint):
+        return {"reason": group.reason, "error": escape(group.fingerprint)}
+    first = group.letters[0]
+    return {"sample": f"{first.letter_id} {escape(first.keys.stream)}"}
+
+
+def _group_fields(page: PageRequest) -> dict[str, str]:
+    """What names a group in a form; nothing if it names none."""
+    return {name: text for name in _GROUP_FIELDS if (text := page.field(name))}
+
+
+def _wanted_group(page: PageRequest, app: str, handler: str) -> tuple[str, str] | None:
+    """Reason and fingerprint of the group that an address or a form names; None if it names none.
+
+    Raises MillstreamError if the letter that names it is gone, and for a hidden error: a guess is not confirmed.
+    """
+    reason, error, sample = (page.query.get(name) or page.field(name) for name in _GROUP_FIELDS)
+    if sample:
+        letter_id, _, stream = _parts(sample)
+        wanted = DeadLetterFilter(app=app, handler=handler, stream=from_wire(unescape(stream)), ids=(letter_id,))
+        entry = next(DeadLetterQueue(page.client).find(wanted), None)
+        if entry is not None:
+            return entry.reason, fingerprint_of(entry)
+    elif not reason:
         return None
-    return page.url("/letters", handler=name, reason=group.reason, error=escape(group.fingerprint))
+    elif _is_shown(page, fingerprint := from_wire(unescape(error))):
+        return reason, fingerprint
+    raise MillstreamError("there are no such dead letters (any more)")
+
+
+def _is_shown(page: PageRequest, fingerprint: str) -> bool:
+    return page.display.text(fingerprint, "error") == fingerprint
 
 
 def _texts_of(page: PageRequest, entry: DeadLetterEntry) -> tuple[str, str, str]:
