@@ -72,8 +72,10 @@ class LimitedRuns:
             while windows and windows[-1].since >= since:
                 first, before = windows[-1].first, windows[-1].before
                 windows.pop()
-            own = since - before, first
-            windows.append(_Window(since, before, first, max(own, windows[-1].furthest) if windows else own))
+            furthest = since - before, first
+            if windows and windows[-1].furthest[0] > furthest[0]:
+                furthest = windows[-1].furthest
+            windows.append(_Window(since, before, first, furthest))
             took_ms += start.cost * per_cost_ms
             left_ms, begin = windows[-1].furthest
             over_ms = took_ms - largest_ms + left_ms - _permitted_by(start)

@@ -70,7 +70,7 @@ class Report:
     * `unexpected`: committed or dead, but never enqueued (for this handler, if the handlers are given); timers that came
       and were never set
     * `duplicated`: more than one effect of one handler on one entry; timers that came more than once
-    * `out_of_order`: entries of a key that a later one overtook; timers that one with a later due time overtook
+    * `out_of_order`: entries of a key that a later one overtook; timers that a later one overtook
     * `overlapping`: runs that started during another run of their key
     * `stale`: effects with a lower token than an earlier event of the key
     * `early`, `late`: timers that came before they were due, or later than allowed

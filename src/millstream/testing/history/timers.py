@@ -3,6 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from math import inf
+from operator import itemgetter
 from typing import NamedTuple
 
 from millstream.errors import ConfigError
@@ -14,11 +15,12 @@ _Identity = tuple[bytes | None, str, str]
 
 
 class _Timer(NamedTuple):
-    """A timer as it was set; `until`: when it was canceled or replaced."""
+    """A timer as it was set; `number`: its place among all that were set; `until`: when it was canceled or replaced."""
 
     event: Event
-    set_at: float
+    number: int
     due: float
+    delay: float
     until: float
 
 
@@ -26,22 +28,21 @@ class Timers:
     """The timers of one handler on one stream. All times are those of the server.
 
     A timer that comes in the millisecond in which it was canceled or replaced came before or after: it is no finding.
-    Timers that are due in the same millisecond are not compared.
+    A timer may not be overtaken by one of its key that was set later and has the same delay or a longer one. Others are
+    not compared: a server may take the time more than once in a commit, so their due times are not known well enough.
     """
 
     def __init__(self, handler: str, stream: str, events: Iterable[Event]) -> None:
         self._place = handler, stream
-        changes: dict[tuple[bytes | None, str], dict[str, Event]] = {}
+        in_order = sorted(events, key=_at)
         self._came: dict[_Identity, list[Event]] = {}
-        self._arrivals: list[Event] = []
-        for event in events:
+        changes: dict[tuple[bytes | None, str], dict[str, tuple[int, Event]]] = {}
+        for number, event in enumerate(in_order):
             if event.kind == "timer_came":
-                self._arrivals.append(event)
                 self._came.setdefault(_identity(event), []).append(event)
             else:
                 # Of the changes of one commit the last one counts.
-                changes.setdefault((event.key, event.timer), {})[event.id] = event
-        self._arrivals.sort(key=_at)
+                changes.setdefault((event.key, event.timer), {})[event.id] = number, event
         self._timers = dict(_timers(changes.values()))
 
     def verify(self, *, drained: bool, late_ms: float | None) -> Iterator[Finding]:
@@ -56,7 +57,7 @@ class Timers:
         for identity, timer in self._timers.items():
             arrivals = self._came.get(identity, [])
             if arrivals:
-                yield from self._mistimed(timer, min(map(_at, arrivals)), late_ms)
+                yield from self._mistimed(timer, _at(arrivals[0]), late_ms)
             elif drained and timer.until == inf:
                 yield self._finding("lost", timer.event, (), _not_before(timer), "none")
         yield from self._overtaken(drained=drained)
@@ -74,38 +75,34 @@ class Timers:
 
     def _overtaken(self, *, drained: bool) -> Iterator[Finding]:
         by_key: dict[bytes | None, list[tuple[_Timer, float]]] = {}
-        seen: set[_Identity] = set()
-        for event in self._arrivals:
-            identity = _identity(event)
-            if identity in self._timers and identity not in seen:
-                seen.add(identity)
-                by_key.setdefault(event.key, []).append((self._timers[identity], _at(event)))
+        for identity, arrivals in self._came.items():
+            if identity in self._timers:
+                by_key.setdefault(identity[0], []).append((self._timers[identity], _at(arrivals[0])))
         if not drained:
             for identity, timer in self._timers.items():
-                if identity not in seen and timer.until == inf:
-                    by_key.setdefault(timer.event.key, []).append((timer, inf))
+                if identity not in self._came and timer.until == inf:
+                    by_key.setdefault(identity[0], []).append((timer, inf))
         for of_key in by_key.values():
             yield from self._overtaken_of_key(of_key)
 
     def _overtaken_of_key(self, of_key: Sequence[tuple[_Timer, float]]) -> Iterator[Finding]:
-        # The timers that came, each due later than all that came after it: the first one that came after a time is the
-        # one of them that is due last.
-        times: list[float] = []
-        latest: list[_Timer] = []
+        # Of the timers that came, in the order in which they were set, those with a longer delay than all set later: the
+        # first of them that was set after another timer has the longest delay of all that were.
+        numbers: list[int] = []
+        longest: list[_Timer] = []
         for timer, came_at in of_key:
-            first = bisect_right(times, timer.set_at)
-            if first < len(latest) and latest[first].due > timer.due:
-                other = latest[first]
-                that = f"that of {other.event.id}, which is due at {other.due:.0f}"
-                expected = f"the {_message_of(timer.event)}, due at {timer.due:.0f}, before {that}"
+            place = bisect_right(numbers, timer.number)
+            if place < len(longest) and longest[place].delay >= timer.delay:
+                other = longest[place].event.id
+                expected = f"the {_message_of(timer.event)}, due at {timer.due:.0f}, before that of {other}, set later"
                 found = "it has not come" if came_at == inf else f"it came at {came_at:.0f}, after it"
-                yield self._finding("out_of_order", timer.event, (other.event.id,), expected, found)
-            if came_at < inf:
-                while latest and latest[-1].due <= timer.due:
-                    times.pop()
-                    latest.pop()
-                times.append(came_at)
-                latest.append(timer)
+                yield self._finding("out_of_order", timer.event, (other,), expected, found)
+            elif came_at < inf:
+                while place and longest[place - 1].delay <= timer.delay:
+                    place -= 1
+                    del numbers[place], longest[place]
+                numbers.insert(place, timer.number)
+                longest.insert(place, timer)
 
     def _finding(self, fault: Fault, event: Event, others: tuple[str, ...], expected: str, found: str) -> Finding:
         handler, stream = self._place
@@ -120,17 +117,17 @@ class Timers:
         )
 
 
-def _timers(changes: Iterable[dict[str, Event]]) -> Iterator[tuple[_Identity, _Timer]]:
+def _timers(changes: Iterable[dict[str, tuple[int, Event]]]) -> Iterator[tuple[_Identity, _Timer]]:
     for of_name in changes:
-        in_order = sorted(of_name.values(), key=_at)
-        ends = [*map(_at, in_order[1:]), inf]
-        for event, until in zip(in_order, ends, strict=True):
+        in_order = sorted(of_name.values(), key=itemgetter(0))
+        ends = [*(_at(event) for _, event in in_order[1:]), inf]
+        for (number, event), until in zip(in_order, ends, strict=True):
             if event.kind == "timer_set":
                 if event.due is None:
                     raise ConfigError(
                         f"the timer {event.timer!r} that {event.id} has set is due at no time; give it `due`"
                     )
-                yield _identity(event), _Timer(event, _at(event), event.due, until)
+                yield _identity(event), _Timer(event, number, event.due, event.due - _at(event), until)
 
 
 def _identity(event: Event) -> _Identity:
