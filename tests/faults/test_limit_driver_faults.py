@@ -16,7 +16,7 @@ from tests.support.worker_processes import PrintFigures
 
 pytestmark = [pytest.mark.spark, pytest.mark.keys, pytest.mark.drivers, pytest.mark.faults]
 
-KILLS = 50 if os.environ.get("MILLSTREAM_SOAK") else 2
+KILLS = 50 if os.environ.get("MILLSTREAM_SOAK") else 1
 CORES = 4
 """More than a tenant may use at once."""
 

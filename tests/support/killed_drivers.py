@@ -11,7 +11,7 @@ from tests.support.processes import await_end
 from tests.support.waiting import eventually
 
 DRIVER_EVERY = 3
-"""Of so many kills the second one is that of the driver."""
+"""Of so many kills the second one is that of the driver: a test with one kill starts Spark once."""
 
 
 class KilledDriver:
