@@ -20,7 +20,7 @@ from tests.support.worker_processes import (
     Expectations,
     PrintFigures,
     RunningWorkers,
-    kill,
+    kill_random,
     random_process,
     resume_all,
     suspend,
@@ -63,7 +63,7 @@ class Nemesis:
 
     def kill(self, chance: random.Random) -> None:
         """kill -9 of a process."""
-        kill(random_process(chance, self._workers))
+        kill_random(chance, self._workers)
 
     def kill_with_supervisor(self, chance: random.Random) -> None:
         """kill -9 of a supervisor and all its processes, as when a container ends."""

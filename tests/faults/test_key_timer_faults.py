@@ -10,7 +10,7 @@ import pytest
 from millstream.redis_client.client import Client
 from tests.support.timed_keys import TURNS, TimedExpectations
 from tests.support.waiting import eventually
-from tests.support.worker_processes import CLAIM_S, PrintFigures, RunningWorkers, kill, random_process
+from tests.support.worker_processes import CLAIM_S, PrintFigures, RunningWorkers, kill_random
 
 pytestmark = [pytest.mark.keys, pytest.mark.faults]
 
@@ -23,18 +23,17 @@ def test_timers_come_once_and_never_early_or_not_at_all_while_workers_are_killed
     seed = random.SystemRandom().randrange(1 << 32)
     chance = random.Random(seed)
     expectations = TimedExpectations(fresh_client, tmp_path, app="timed")
+    killed = 0
     with RunningWorkers(fresh_client.url, tmp_path, "--stop-timeout", "2", app="timed", claim_s=CLAIM_S) as workers:
-        for number in range(KILLS):
-            if number % TURNS == TURNS - 1:
+        while killed < KILLS:
+            if killed % TURNS == TURNS - 1:
                 time.sleep(chance.random() / 2)
                 workers.replace_supervisor()
             workers.at_work(expectations)
             expectations.publish_more()
             time.sleep(chance.random() / 5)  # a kill at any point of the work and of the timers
-            kill(random_process(chance, [workers]))
+            killed += kill_random(chance, [workers])
         expectations.publish_last()
         eventually(expectations.drained, "the last timer", log=workers.log)
-        added = expectations.add_timers()
-        report = expectations.check_keys(overlap=False, log=workers.log)
-    timers = expectations.check_timers(added)
-    print_figures(report, kills=KILLS, seed=seed, timers=timers)
+        report = expectations.check_timers(workers.log)
+    print_figures(report, kills=killed, seed=seed, timers=report.timers_came)

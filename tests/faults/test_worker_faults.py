@@ -17,7 +17,7 @@ from tests.support.worker_processes import (
     Expectations,
     PrintFigures,
     RunningWorkers,
-    kill,
+    kill_random,
     random_process,
     watched,
 )
@@ -36,22 +36,22 @@ def test_workers_that_are_killed_repeatedly_lose_and_double_no_message(
     seed = random.SystemRandom().randrange(1 << 32)
     chance = random.Random(seed)
     expectations = Expectations(fresh_client, tmp_path)
-    supervisors = 0
+    killed = supervisors = 0
     with (
         RunningWorkers(fresh_client.url, tmp_path, "--stop-timeout", "2", claim_s=CLAIM_S) as workers,
         watched(expectations) as watch,
     ):
-        for number in range(KILLS):
-            if number % 4 == 3:
+        while killed < KILLS:
+            if killed % 4 == 3:
                 supervisors += 1
                 time.sleep(chance.random() / 2)
                 workers.replace_supervisor()
             workers.at_work(expectations)
             expectations.publish(200, ms=chance.choice((1, 5, 20)))
             time.sleep(chance.random() / 10)  # a kill at any point of the work
-            kill(random_process(chance, [workers]))
+            killed += kill_random(chance, [workers])
         report = expectations.check(log=workers.log)
-    print_figures(report, watch, kills=KILLS, supervisors=supervisors, seed=seed)
+    print_figures(report, watch, kills=killed, supervisors=supervisors, seed=seed)
 
 
 def test_each_live_process_may_be_the_one_that_is_killed_whether_it_has_run_messages_or_not(

@@ -22,8 +22,7 @@ from tests.support.worker_processes import (
     Expectations,
     PrintFigures,
     RunningWorkers,
-    kill,
-    random_process,
+    kill_random,
     watched,
 )
 
@@ -118,7 +117,7 @@ def test_connections_cut_on_either_side_of_every_kind_of_command_lose_and_double
                 expectations.publish(5, do="stumble")
                 expectations.publish(4, ms=800)  # there is always a claim to renew
                 if next(rounds) % 3 == 0:
-                    kill(random_process(chance, [workers]))  # there is something to recover and to claim
+                    kill_random(chance, [workers])  # there is something to recover and to claim
             time.sleep(0.3)  # the workers run into the cuts one by one
             return not lacking
 

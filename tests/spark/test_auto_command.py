@@ -12,7 +12,7 @@ from tests.support.waiting import eventually
 pytestmark = [pytest.mark.spark, pytest.mark.drivers, pytest.mark.keys]
 
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
-CHANGES = 5 if SOAK else 2
+CHANGES = 50 if SOAK else 2
 BACKLOG = 2_000
 
 

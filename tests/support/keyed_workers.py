@@ -1,9 +1,10 @@
 """Expectations of a handler with a key: the published messages, their order in each key, and the state of each key."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from millstream import Limit
 from millstream.redis_client.client import Client
 from millstream.testing.history import Event, Report, check
 from millstream.testing.invariants import check_invariants
@@ -35,12 +36,24 @@ class KeyedExpectations(Expectations):
         self.key_of |= dict.fromkeys(ids, key.encode())
         return ids
 
+    def is_done_on_spark(self) -> bool:
+        """Return whether all batches have ended, and no key is deferred."""
+        entries = self._ask("XREVRANGE", "in", "+", "-", "COUNT", 1)
+        is_committed = bool(entries) and self._ask("HGET", self.keys.meta, "committed_id") == entries[0][0]
+        return is_committed and not self._ask("EXISTS", self.keys.ready, self.keys.backoff)
+
     def check_keys(
-        self, *, dead: Mapping[str, str] | None = None, overlap: bool = True, log: Callable[[], str] = str
+        self,
+        *,
+        dead: Mapping[str, str] | None = None,
+        more: Sequence[Event] = (),
+        limits: Mapping[str, Limit] | None = None,
+        overlap: bool = True,
+        log: Callable[[], str] = str,
     ) -> Report:
         """Wait for the drain, then check the history: each message has one effect, in the order of its key.
 
-        `overlap`: no two runs of one key may have overlapped.
+        `more`: further events. `overlap`: no two runs of one key may have overlapped.
         """
         eventually(self.drained, "the drain", log=lambda: self._progress() + log())
         enqueued = [Event(kind="enqueued", stream="in", id=one, key=self.key_of[one]) for one in self.enqueued]
@@ -52,16 +65,21 @@ class KeyedExpectations(Expectations):
         effects += [
             Event(kind="dead", stream="in", id=one.id, key=one.key, handler="work") for one in self.dead_letters()
         ]
-        report = check([*enqueued, *self.runs(), *effects], handlers={"in": ["work"]}, overlap=overlap)
+        events = [*enqueued, *self.runs(), *effects, *more]
+        report = check(events, handlers={"in": ["work"]}, overlap=overlap, limits=limits)
         report.raise_if_bad()
         assert {letter.id: letter.reason for letter in self.dead_letters()} == (dead or {})
-        counts: dict[str, int] = defaultdict(int)
-        for row in outputs:
-            counts[row["key"]] += 1
-            assert int(row["count"]) == counts[row["key"]], f"the state of {row['key']} skipped or repeated: {row}"
+        self.check_states(outputs)
         assert check_invariants(self.client, self.keys, "in") == []
         left = set(self._ask("KEYS", f"{self.keys.base}:*"))
         assert left <= {
             name.encode() for name in (self.keys.meta, self.keys.state, self.keys.dead_letters, self.keys.router)
         } | {key for key in left if key.endswith(b":last")}, left
         return report
+
+    def check_states(self, outputs: Sequence[Mapping[str, str]]) -> None:
+        """Check that each message ran on the state that the one before it in its key had left."""
+        counts: dict[str, int] = defaultdict(int)
+        for row in outputs:
+            counts[row["key"]] += 1
+            assert int(row["count"]) == counts[row["key"]], f"the state of {row['key']} skipped or repeated: {row}"

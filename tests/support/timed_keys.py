@@ -1,12 +1,13 @@
 """Expectations of the app `timed`, whose messages set, replace and cancel timers of their key."""
 
-from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from millstream.delivery import DelayedMessages
 from millstream.model import EntryId
-from millstream.redis_client.client import Client
-from millstream.redis_client.key_names import REDRIVE_FIELD
+from millstream.redis_client.key_names import TIMER_FIELD
+from millstream.testing.history import Event, Report
 from tests.support.fields import text_fields
 from tests.support.keyed_workers import KeyedExpectations
 
@@ -61,36 +62,48 @@ class TimedExpectations(KeyedExpectations):
         keys = ("in", "millstream:{in}:in:due", self.keys.meta)
         return Look(*self._ask("EVAL", _LOOK, len(keys), *keys, self.keys.group))
 
-    def add_timers(self) -> Counter[str]:
-        """Expect the messages that timers have added; return what set them."""
-        found: Counter[str] = Counter()
-        for entry_id, pairs in self.client.execute("XRANGE", "in", "-", "+"):
-            if pairs[0] == REDRIVE_FIELD:
-                fields = text_fields(pairs)
-                self.enqueued.append(entry_id.decode())
-                self.key_of[entry_id.decode()] = fields["key"].encode()
-                found[fields["of"]] += 1
-        return found
+    def timer_events(self) -> list[Event]:
+        """Return what commits did with timers, and which came, by the times of the server; expect the messages of these.
 
-    def check_timers(self, added: Counter[str]) -> int:
-        """Check that each timer that must come has added one message, not before its time, and no other timer any.
-
-        `added`: the result of `add_timers`. Return how many timers had to come.
+        The output of a message has the time of the commit.
         """
-        due = due_times(self.client)
-        assert added == Counter(dict.fromkeys(due, 1)), "each timer comes once, and none that was replaced or canceled"
-        early = [row["of"] for row in self.outputs() if "of" in row and EntryId.parse(row["id"]).ms < due[row["of"]]]
-        assert early == []
+        changes = [change for entry_id, fields in self._entries("out") for change in changes_of(entry_id, fields)]
+        came = []
+        for entry_id, fields in self._entries("in"):
+            if (name := fields.get(TIMER_FIELD.decode())) is not None:
+                key = fields["key"].encode()
+                self.enqueued.append(entry_id)
+                self.key_of[entry_id] = key
+                event = Event(kind="timer_came", stream="in", id=fields["of"], key=key, handler="work", timer=name)
+                came.append(replace(event, at=EntryId.parse(entry_id).ms))
+        return [*changes, *came]
+
+    def _entries(self, stream: str) -> Iterator[tuple[str, dict[str, str]]]:
+        for entry_id, pairs in self.client.execute("XRANGE", stream, "-", "+"):
+            yield entry_id.decode(), text_fields(pairs)
+
+    def check_timers(self, log: Callable[[], str]) -> Report:
+        """Check all that the handler promises, also of the timers, of which some came and some did not; none is left."""
+        report = self.check_keys(overlap=False, more=self.timer_events(), log=log)
+        assert report.timers_set > report.timers_came > 0
+        assert report.timers_canceled > 0
         assert DelayedMessages(self.client).count("in") == 0
         assert self.client.execute("EXISTS", "millstream:{in}:in:delayed") == 0
-        return len(due)
+        return report
 
 
-def due_times(client: Client) -> dict[str, int]:
-    """Return when each timer that must come is due, by the message that set it: its output has the time of the commit."""
-    found: dict[str, int] = {}
-    for entry_id, pairs in client.execute("XRANGE", "out", "-", "+"):
-        row = text_fields(pairs)
-        if "delay_ms" in row:
-            found[row["id"]] = EntryId.parse(entry_id).ms + int(row["delay_ms"])
-    return found
+def changes_of(entry_id: str, fields: Mapping[str, str]) -> Iterator[Event]:
+    """Return what the commit did with timers that wrote this output."""
+    committed_ms = EntryId.parse(entry_id).ms
+    for change in fields.get("timers", "").split():
+        name, _, delay_ms = change.partition("=")
+        yield Event(
+            kind="timer_set" if delay_ms else "timer_canceled",
+            stream="in",
+            id=fields["id"],
+            key=fields["key"].encode(),
+            handler="work",
+            timer=name,
+            at=committed_ms,
+            due=committed_ms + int(delay_ms) if delay_ms else None,
+        )

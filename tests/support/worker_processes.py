@@ -180,11 +180,19 @@ def random_process(chance: random.Random, fleets: Sequence[RunningWorkers]) -> p
     return chance.choice(children) if children else None
 
 
-def kill(process: psutil.Process | None) -> None:
-    """Send SIGKILL to a process, if it is still there."""
-    if process is not None:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
+def kill(process: psutil.Process) -> bool:
+    """Send SIGKILL to a process; return whether it was still there."""
+    try:
+        process.kill()
+    except psutil.NoSuchProcess:
+        return False
+    return True
+
+
+def kill_random(chance: random.Random, fleets: Sequence[RunningWorkers]) -> int:
+    """Kill a `random_process`; return how many were killed: 0 while none is alive."""
+    victim = random_process(chance, fleets)
+    return int(victim is not None and kill(victim))
 
 
 def suspend(process: psutil.Process, stopped: list[psutil.Process]) -> None:

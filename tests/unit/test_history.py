@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from millstream.errors import ConfigError, MillstreamError
 from millstream.testing.history import (
     Event,
+    Fault,
     HistoryError,
     Kind,
     Recorder,
@@ -31,7 +32,6 @@ from millstream.testing.history import (
 
 pytestmark = [pytest.mark.worker, pytest.mark.keys]
 
-FAULTS = ("lost", "unexpected", "duplicated", "out_of_order", "overlapping", "stale")
 EFFECTS: tuple[Kind, ...] = ("committed", "dead")
 
 
@@ -50,7 +50,7 @@ def committed(*numbers: int, **more: Any) -> list[Event]:
 
 def found(report: Report) -> dict[str, list[tuple[str, ...]]]:
     """The kinds of faults with findings, and the ids of each."""
-    return {fault: [finding.ids for finding in getattr(report, fault)] for fault in FAULTS if getattr(report, fault)}
+    return {fault: [one.ids for one in report.findings(fault)] for fault in get_args(Fault) if report.findings(fault)}
 
 
 # Planted faults
@@ -222,7 +222,6 @@ def test_events_that_make_no_sense_are_refused(bad: dict[str, Any]) -> None:
 
 
 # Random histories
-
 
 Timeline = list[Event]
 KEYS = (b"a", b"\xff\\", None)
@@ -461,10 +460,11 @@ def line(**more: Any) -> str:
 keys = st.none() | st.binary() | st.sampled_from([b"", b"\\", b"\\x41", b"\xc3\xa9", b"\xff\\\\xff", b"\n"])
 logged = st.builds(
     Event,
-    kind=st.sampled_from(["enqueued", "started", "ended", "committed", "fenced", "dead"]),
+    kind=st.sampled_from(get_args(Kind)),
     key=keys,
-    at=st.none() | st.floats(0, 1e12),
-    **dict.fromkeys(("stream", "id", "handler", "worker", "note"), st.text()),
+    cost=st.floats(0, 1e9),
+    **dict.fromkeys(("at", "due", "asked"), st.none() | st.floats(0, 1e12)),
+    **dict.fromkeys(("stream", "id", "handler", "worker", "timer", "limited", "note"), st.text()),
     **dict.fromkeys(("token", "position"), st.none() | st.integers(0, 2**62)),
 )
 

@@ -4,7 +4,8 @@
 `millstream.testing.plugin`: pytest fixtures with a real redis-server, active once millstream is installed.
 `millstream.testing.topologies`: Cluster, Sentinel, TLS and ACL deployments of local processes.
 `millstream.testing.contract`: the handler contract, which every engine keeps; `contract_cases` has the cases.
-`millstream.testing.history`: the history checker, which finds lost, duplicated and out-of-order messages.
+`millstream.testing.history`: the history checker, which finds lost, duplicated and out-of-order messages, mistimed timers,
+and runs beyond a limit.
 `millstream.testing.invariants`: the invariants of key queues.
 `millstream.testing.proxy`: a TCP proxy that breaks connections to Redis at chosen commands.
 """

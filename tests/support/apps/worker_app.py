@@ -9,16 +9,30 @@ import functools
 import os
 import re
 import time
+import uuid
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 from millstream import After, App, Cancel, Limit, Message, Retry, State
+from millstream.delivery import KeyedStream
+from millstream.delivery.permits import Permits
+from millstream.delivery.reliable_stream import Delivery
+from millstream.handlers.limits import Share
 from millstream.handlers.schedule import Missed
+from millstream.model import value_of
+from millstream.redis_client.pipelining import server_time_us
 from millstream.testing.history import Event, Kind, Recorder
 
 GATE = "gate"
 """A file in the folder of the test: messages with `do="wait"` wait until it exists."""
+
+PACE = Limit(per="tenant", rate="100/s", cost="cost")
+"""The limit of the app `paced`."""
+
+STATE_TTL_MS = 300
+"""How long states of the app `expiring` last."""
 
 app = App("steady")
 strict = App("strict")
@@ -33,13 +47,15 @@ brittle = App("brittle")
 canceling = App("canceling")
 timed = App("timed")
 tenants = App("tenants")
+paced = App("paced")
+expiring = App("expiring")
 scheduled = App("scheduled")
 
 
 @functools.cache
-def recorder(pid: int) -> Recorder:
-    """The event log of one process."""
-    return Recorder(folder() / f"events.{pid}")
+def recorder(name: str) -> Recorder:
+    """The log of this name."""
+    return Recorder(folder() / name)
 
 
 def folder() -> Path:
@@ -49,9 +65,8 @@ def folder() -> Path:
 
 def note(kind: Kind, message: Message) -> None:
     """Write one event of a run."""
-    pid = os.getpid()
-    worker, attempt = str(pid), str(message.attempt)
-    recorder(pid).record(
+    worker, attempt = str(os.getpid()), str(message.attempt)
+    recorder(f"events.{worker}").record(
         Event(
             kind=kind,
             stream=message.stream,
@@ -59,6 +74,7 @@ def note(kind: Kind, message: Message) -> None:
             key=message.key,
             handler="work",
             worker=worker,
+            limited=message.fields.get("tenant", b"").decode(),
             note=attempt,
         )
     )
@@ -124,25 +140,26 @@ def work_list(messages: list[Message], state: State) -> list[dict[str, Any]]:
 def work_timed(message: Message, state: State) -> list[Any]:
     """The same for a message of a key, whose timers come in turns: set, replaced, replacing, and canceled by the next.
 
-    The message of a timer has the field `of`: the id of the message that has set it, or why it must not come. The output
-    of a message whose timer must come has `delay_ms`.
+    The message of a timer has the field `of`: the id of the message that has set it. The output of a message has the
+    changes of timers, each as name=delay in milliseconds; without a delay the timer is canceled.
     """
     output = work_keyed(message, state)
     if "of" in message.fields:
         return [{**output, "of": message.fields["of"]}]
     state["set"] = number = state.get("set", 0) + 1
-    delay_ms = 50 * (1 + number % 7)
-    rings = {"of": message.id}
+    soon = timedelta(milliseconds=50 * (1 + number % 7))
+    changes: list[After | Cancel]
     match number % 4:
         case 1:
-            own = After(timedelta(milliseconds=delay_ms), rings, name=f"own-{number}")
-            return [Cancel(name="canceled"), {**output, "delay_ms": delay_ms}, own]
+            changes = [Cancel(name="canceled"), After(soon, {"of": message.id}, name=f"own-{number}")]
         case 2:
-            return [output, After("1h", {"of": "replaced"}, name=f"replaced-{number}")]
+            changes = [After("1h", {"of": message.id}, name=f"replaced-{number}")]
         case 3:
-            replacing = After(timedelta(milliseconds=delay_ms), rings, name=f"replaced-{number - 1}")
-            return [{**output, "delay_ms": delay_ms}, replacing]
-    return [output, After("1h", {"of": "canceled"}, name="canceled")]
+            changes = [After(soon, {"of": message.id}, name=f"replaced-{number - 1}")]
+        case _:
+            changes = [After("1h", {"of": message.id}, name="canceled")]
+    shown = [f"{one.name}={one.delay_ms if isinstance(one, After) else ''}" for one in changes]
+    return [changes[0], {**output, "timers": " ".join(shown)}, *changes[1:]]
 
 
 def work_stream(message: Message, state: State) -> dict[str, Any]:
@@ -150,6 +167,46 @@ def work_stream(message: Message, state: State) -> dict[str, Any]:
     return {**work_keyed(message, state), "stream": message.stream, "fence": message.fence}
 
 
+def record_permits() -> None:
+    """Record each permit of the app `paced` in a file of its process, with the times of the server before and after it."""
+    keyed_stream: Any = KeyedStream
+    real_take_permit = KeyedStream.take_permit
+
+    def take_permit(stream: KeyedStream, delivery: Delivery, permits: Permits, share: Share) -> float:
+        if permits.limit != PACE:
+            return real_take_permit(stream, delivery, permits, share)
+        asked_us = server_time_us(stream._client)
+        wait_ms = real_take_permit(stream, delivery, permits, share)
+        if wait_ms == 0:
+            permit = Event(
+                kind="started",
+                stream=stream.stream,
+                id=delivery.id.decode(),
+                handler="work",
+                worker=str(os.getpid()),
+                at=server_time_us(stream._client) / 1000,
+                limited=share.value.decode(),
+                cost=float(value_of(delivery.pairs, b"cost") or 0),
+                asked=asked_us / 1000,
+            )
+            recorder(f"permits.{os.getpid()}").record(permit)
+        return wait_ms
+
+    keyed_stream.take_permit = take_permit
+
+
+def name_permits_by_process() -> None:
+    """Let the name of each permit of a task begin with the number of its process: a test returns those of the dead."""
+    from millstream.spark.engine import task_permits
+
+    module: Any = task_permits
+    module.uuid = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=f"{os.getpid()}-{uuid.uuid4().hex}"))
+
+
+if "MILLSTREAM_TEST_ARM" in os.environ:  # a driver, or one of its tasks
+    name_permits_by_process()
+else:
+    record_permits()
 SHORT = Retry(attempts=3, delay_ms=20)
 app.handler("in", name="work", into="out", retry=Retry(attempts=10, delay_ms=20))(work)
 strict.handler("in", name="work", into="out", retry=SHORT)(work)
@@ -181,6 +238,10 @@ canceling.handler(
 timed.handler("in", name="work", into="out", key="key", retry=Retry(attempts=6, delay_ms=20))(work_timed)
 tenants.handler(
     "in", name="work", into="out", key="key", limit=Limit(per="tenant", at_once=2), retry=Retry(attempts=6, delay_ms=20)
+)(work_keyed)
+paced.handler("in", name="work", into="out", key="key", limit=PACE, retry=Retry(attempts=6, delay_ms=20))(work_keyed)
+expiring.handler(
+    "in", name="work", into="out", key="key", state_ttl_ms=STATE_TTL_MS, retry=Retry(attempts=6, delay_ms=20)
 )(work_keyed)
 coroutine.handler("in", name="work", into="out", retry=SHORT)(work_async)
 streamed.handler(pattern="call:*", name="work", into="out", order="stream", retry=Retry(attempts=6, delay_ms=20))(

@@ -1,0 +1,44 @@
+"""Drivers and Spark's Python workers are killed while tenants are at their limit: it is never exceeded."""
+
+import os
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from millstream.redis_client.client import Client
+from tests.support.drivers import APPS, Driver
+from tests.support.killed_drivers import KilledDriver
+from tests.support.limited_keys import TaskExpectations
+from tests.support.waiting import eventually
+from tests.support.worker_processes import PrintFigures
+
+pytestmark = [pytest.mark.spark, pytest.mark.keys, pytest.mark.drivers, pytest.mark.faults]
+
+KILLS = 50 if os.environ.get("MILLSTREAM_SOAK") else 1
+CORES = 4
+"""More than a tenant may use at once."""
+
+
+def test_a_limit_is_never_exceeded_while_drivers_and_tasks_are_killed(
+    fresh_client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, print_figures: PrintFigures
+) -> None:
+    monkeypatch.setenv("MILLSTREAM_TEST_FOLDER", str(tmp_path))
+    seed = random.SystemRandom().randrange(1 << 32)
+    chance = random.Random(seed)
+    expectations = TaskExpectations(fresh_client, tmp_path, app="tenants")
+    expectations.publish_more()
+    with Driver(f"{APPS}/worker_app.py:tenants", url=fresh_client.url, folder=tmp_path) as driver:
+        nemesis = KilledDriver(driver, chance, cores=(CORES,))
+        nemesis.start()
+        while nemesis.killed < KILLS:
+            nemesis.await_runs(expectations.publish_more, expectations.end_permits)
+            time.sleep(chance.random() / 3)  # a kill at any point
+            nemesis.kill()
+        eventually(expectations.drained, f"the last message; seed {seed}", log=driver.errors)
+        report = expectations.check_at_once(nemesis.killed_ms, driver.errors)
+        assert driver.stop() == 0
+    limited = sum(one["limited"] for one in driver.events if one["event"] == "batch")
+    starts, most = driver.starts, report.most_at_once
+    print_figures(report, kills=nemesis.killed, driver_starts=starts, seed=seed, most_at_once=most, limited=limited)

@@ -1,0 +1,72 @@
+"""A driver whose processes are killed, now a Python worker, now the driver itself, while its tasks run messages."""
+
+import random
+from collections.abc import Callable
+
+import psutil
+
+from millstream.clock import SYSTEM_CLOCK
+from tests.support.drivers import Driver
+from tests.support.processes import await_end
+from tests.support.waiting import eventually
+
+DRIVER_EVERY = 3
+"""Of so many kills the second one is that of the driver: a test with one kill starts Spark once."""
+
+
+class KilledDriver:
+    """Kills the driver and its Python workers. `cores`: those of its first start, its second, and so on, in turn.
+
+    `killed_ms`: process -> when it was still alive, of those that were killed.
+    """
+
+    def __init__(self, driver: Driver, chance: random.Random, *, cores: tuple[int, ...]) -> None:
+        self.killed = 0
+        self.killed_ms: dict[str, float] = {}
+        self._driver = driver
+        self._chance = chance
+        self._cores = cores
+
+    def start(self) -> None:
+        """Start the driver."""
+        cores = self._cores[self._driver.starts % len(self._cores)]
+        self._driver.start("--spark-master", f"local[{cores},4]")
+
+    def await_runs(self, publish: Callable[[], None], meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Publish some more, and wait until a task runs messages."""
+        before = self._written()
+        publish()
+
+        def is_running() -> bool:
+            meanwhile()
+            return self._written() > before
+
+        eventually(is_running, "a run since the last kill", log=self._driver.errors)
+
+    def _written(self) -> int:
+        # What the handlers have recorded of their runs: a commit would only show when a task has ended.
+        return sum(one.stat().st_size for one in self._driver.folder.glob("events.*"))
+
+    def kill(self) -> None:
+        """Kill a Python worker, or the driver, and wait until all that is killed has ended."""
+        if self.killed % DRIVER_EVERY == 1:
+            workers = self._driver.workers()
+            self._note_alive(workers)
+            self._driver.kill()
+            self.start()
+        else:
+            await_end(eventually(self._kill_worker, "a Python worker to kill", log=self._driver.errors))
+        self.killed += 1
+
+    def _kill_worker(self) -> list[psutil.Process]:
+        try:
+            victim = self._chance.choice(self._driver.workers())
+            self._note_alive([victim])
+            victim.kill()
+        except (psutil.NoSuchProcess, IndexError):  # it has ended meanwhile, or there is none yet
+            return []
+        return [victim]
+
+    def _note_alive(self, workers: list[psutil.Process]) -> None:
+        now_ms = SYSTEM_CLOCK.monotonic_ms()
+        self.killed_ms |= {str(one.pid): now_ms for one in workers}
