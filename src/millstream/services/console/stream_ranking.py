@@ -50,7 +50,7 @@ class StreamRanking:
     def find(self, prefix: str, order: StreamOrder) -> Ranking:
         """The first streams whose names begin with `prefix`, as far as they are read.
 
-        Waits `wait_ms` milliseconds until all of them are.
+        If none was read just before, it waits up to `wait_ms` milliseconds until all of them are.
         """
         with self._changed:
             now_ms = self._clock.monotonic_ms()
@@ -64,7 +64,7 @@ class StreamRanking:
                 thread = threading.Thread(target=self._run, name="millstream-ranking", daemon=True)
                 thread.start()
                 self._running = thread  # not before: a thread that cannot start would leave it here for ever
-            self._changed.wait_for(lambda: self._is_known(prefix) or self._running is None, self._wait_ms / 1_000)
+                self._changed.wait_for(lambda: self._is_known(prefix) or self._running is None, self._wait_ms / 1_000)
             streams = self._streams
         return streams.rank(prefix, order, self._clock.monotonic_ms())
 
