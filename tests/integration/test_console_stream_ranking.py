@@ -111,12 +111,12 @@ def test_the_page_says_how_far_the_ranking_is(filled: Client, tmp_path: Path) ->
         clock.go_on.set()
 
 
-def test_at_most_so_many_streams_a_second_are_read_and_none_once_nobody_asks(filled: Client) -> None:
+def test_at_most_so_many_streams_a_second_are_read_and_none_once_no_page_asks(filled: Client) -> None:
     clock = ManualClock()
     ranking = StreamRanking(filled.url, StreamNames(filled.url, wait_ms=HOUR_MS), wait_ms=HOUR_MS, clock=clock)
     before = commands_run(filled.execute)["xinfo|stream"]
     assert ranking.find("calls:", "entries").names[0] == "calls:x"
-    eventually(lambda: not reading_threads(), "the end of the thread, as nobody asks")
+    eventually(lambda: not reading_threads(), "the end of the thread, as no page asks")
     read = commands_run(filled.execute)["xinfo|stream"] - before
     assert read >= STREAMS
     assert read <= MOST_PER_S * clock.now_ms / 1_000

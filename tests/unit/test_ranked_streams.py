@@ -80,6 +80,16 @@ def test_rates_are_those_between_two_reads_and_are_kept_when_streams_come_and_go
     assert first(later, "rate") == "c", "another stream has the name now"
 
 
+def test_what_is_known_of_thousands_of_streams_stays_with_their_names() -> None:
+    streams = ranked(*(stream(f"s{n:04}", n) for n in range(3_000)))
+    names = [one for n, one in enumerate(streams.names) if n not in (7, 1_007, 2_999)]
+    later = RankedStreams(sorted([*names, "a", "s0500+", "t"]), streams)
+    found = later.rank("s", "entries", 2_000)
+    assert found.ranked == 2_997
+    assert list(found.names) == names[: -MOST_RANKED - 1 : -1]
+    assert later.rank("s0500", "entries", 2_000).ranked == 1
+
+
 def test_those_are_read_next_that_were_read_the_longest_ago_and_begin_with_what_is_asked_for() -> None:
     streams = RankedStreams(["a1", "a2", "a3", "b1", "c1"])
     assert streams.places(["a", "b", "a1"]) == [0, 1, 2, 3]

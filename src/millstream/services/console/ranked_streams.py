@@ -6,6 +6,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 from millstream.admin.reports import StreamReport
@@ -14,6 +15,7 @@ from millstream.model import EntryId
 from millstream.services.console.stream_rates import StreamRead, next_stream_read
 from millstream.services.console.total_rates import TotalRead
 
+_AT_ONCE = 1_000
 MOST_RANKED = 1_000
 """So many streams are listed in an order."""
 
@@ -63,12 +65,13 @@ class RankedStreams:
         )
 
     def _take_over(self, before: "RankedStreams") -> None:
-        at = 0
-        for place, name in enumerate(self.names):
-            at = bisect_left(before.names, name, at)
-            if at < len(before.names) and before.names[at] == name and before._is_read[at]:
-                for mine, known in zip(self._columns, before._columns, strict=True):
-                    mine[place] = known[at]
+        place = at = 0
+        while place < len(self.names):
+            at = bisect_left(before.names, self.names[place], at)
+            count = _count_same(self.names, place, before.names, at)
+            for mine, known in zip(self._columns, before._columns, strict=True):
+                mine[place : place + count] = known[at : at + count]
+            place += max(1, count)
 
     def places(self, prefixes: Iterable[str]) -> list[int]:
         """The places of streams whose names begin with one of these, those first that were read the longest ago."""
@@ -112,8 +115,8 @@ class RankedStreams:
     def rank(self, prefix: str, order: StreamOrder, now_ms: float) -> Ranking:
         """The first streams of those whose names begin with `prefix`. One without a rate yet has no place by rate."""
         places = self._places_of(prefix)
-        known = self._is_rated if order == "rate" else self._is_read
-        ranked = [place for place in places if known[place]]
+        known = (self._is_rated if order == "rate" else self._is_read)[places.start : places.stop]
+        ranked = list(compress(places, known))
         figures: Mapping[StreamOrder, Sequence[float]] = {
             "entries": self._length,
             "oldest": self._since_ms,
@@ -125,9 +128,22 @@ class RankedStreams:
         return Ranking(
             names=[self.names[place] for place in first],
             ranked=len(ranked),
-            age_ms=now_ms - min(map(self._read_ms.__getitem__, ranked)) if ranked else None,
+            age_ms=now_ms - min(compress(self._read_ms[places.start : places.stop], known)) if ranked else None,
         )
 
     def _places_of(self, prefix: str) -> range:
         first = bisect_left(self.names, prefix)
         return range(first, bisect_right(self.names, prefix, first, key=lambda one: one[: len(prefix)]))
+
+
+def _count_same(names: Sequence[str], first: int, others: Sequence[str], second: int) -> int:
+    """How many names are the same in both from these places on."""
+    found, most = 0, min(len(names) - first, len(others) - second)
+    while found < most:
+        some = names[first + found : first + found + _AT_ONCE]
+        same = others[second + found : second + found + _AT_ONCE]
+        if some != same:
+            pairs = zip(some, same, strict=False)
+            return found + next((n for n, (one, other) in enumerate(pairs) if one != other), min(len(some), len(same)))
+        found += len(some)
+    return most

@@ -32,7 +32,7 @@ class StreamRanking:
 
     A thread with a client of its own reads the streams that begin with what was asked for in the last 15 seconds, again
     and again, those first that were read the longest ago: at most 2,000 streams a second, for at most a fifth of the time,
-    and none more often than every 5 seconds. It ends when nobody asks. Figures are kept for 5 minutes after that.
+    and none more often than every 5 seconds. It ends when no page asks. Figures are kept for 5 minutes after that.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class StreamRanking:
     def find(self, prefix: str, order: StreamOrder) -> Ranking:
         """The first streams whose names begin with `prefix`, as far as they are read.
 
-        Waits `wait_ms` milliseconds until all of them are.
+        If none was read just before, it waits up to `wait_ms` milliseconds until all of them are.
         """
         with self._changed:
             now_ms = self._clock.monotonic_ms()
@@ -64,7 +64,7 @@ class StreamRanking:
                 thread = threading.Thread(target=self._run, name="millstream-ranking", daemon=True)
                 thread.start()
                 self._running = thread  # not before: a thread that cannot start would leave it here for ever
-            self._changed.wait_for(lambda: self._is_known(prefix) or self._running is None, self._wait_ms / 1_000)
+                self._changed.wait_for(lambda: self._is_known(prefix) or self._running is None, self._wait_ms / 1_000)
             streams = self._streams
         return streams.rank(prefix, order, self._clock.monotonic_ms())
 
@@ -85,7 +85,7 @@ class StreamRanking:
                 self._changed.notify_all()
 
     def _goes_on(self) -> bool:
-        """Whether somebody watches; if nobody does, the next to ask starts another thread."""
+        """Whether a viewer watches; if none does, the next to ask starts another thread."""
         with self._changed:
             if not self._watched():
                 self._running = None
@@ -98,7 +98,7 @@ class StreamRanking:
             return [prefix for prefix, asked_ms in self._asked.items() if asked_ms >= since_ms]
 
     def _read_round(self, client: Client) -> None:
-        """Read each of these streams once, as long as somebody watches."""
+        """Read each of these streams once, as long as a viewer watches."""
         began_ms = self._clock.monotonic_ms()
         known = self._names.find("")
         if known is None or known.is_partial:
