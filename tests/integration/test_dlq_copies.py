@@ -327,6 +327,16 @@ def test_an_operator_without_a_right_that_an_edit_or_a_skip_needs_changes_nothin
         assert [one.letter_id for one in letters(client)] == [letter_id]
 
 
+def test_a_batch_takes_along_the_dead_letters_of_all_its_copies(client: Client) -> None:
+    for number in ("1", "2", "3"):
+        resend(client, number)
+    stream = ReliableStream(client, "in", app="app", handler="handle", consumer="w1")
+    stream.join()
+    found = stream.fetch(count=10)
+    assert (len(found), stream.commit([stream.effects_of(*found)])) == (3, [])
+    assert (letters(client), client.execute("EXISTS", KEYS.resent)) == ([], 0)
+
+
 # --- Partitions ---
 
 
