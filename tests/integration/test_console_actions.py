@@ -329,6 +329,9 @@ def test_a_step_that_leaves_dead_letters_says_so_in_its_question_and_its_result(
     for name in ("letters", "dead_letter_groups"):
         where = "services.console.views" if name == "letters" else "admin"
         monkeypatch.setattr(f"millstream.{where}.{name}.MOST_LETTERS", 2)
+    last_id = client.execute("XREVRANGE", KEYS.dead_letters, "+", "-", "COUNT", 1)[0][0].decode()
+    one = browser.send(browser.get(f"/letter?handler=shop.pay&stream=orders&id={last_id}"), "/letters/redrive")
+    assert "1 dead letter would be redriven" in one.text
     page = browser.get(LETTERS)
     assert "These are the first 2, and there are more" in page.text
     question = browser.send(page, "/letters/redrive")

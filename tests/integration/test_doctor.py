@@ -404,7 +404,8 @@ def test_dead_letters_parked_keys_and_pauses_are_found_with_their_commands(clien
     with working(client, make(refuse)):
         eventually(lambda: client.execute("XLEN", KEYS.dead_letters) == 3)
     oldest = client.execute("XRANGE", KEYS.dead_letters, "-", "+", "COUNT", 1)[0][0]
-    client.execute("HSET", KEYS.parked, b"kA", "1 why")
+    client.execute("HSET", KEYS.parked, b"kA", "1 why", b"kB", "0 migrating from in.2")
+    client.execute("HSET", KEYS.awaiting, b"kB", "in.2")
     CommitStore(client, app="app", handler="handle").set_paused(["in"], paused=True)
     diagnosis = diagnose(client, app="app")
     texts = {name: found(diagnosis, name)[0] for name in ("dead-letters", "parked", "paused")}

@@ -1,7 +1,7 @@
 """Dead letters of a handler in groups: those with the same reason and about the same error."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import NamedTuple
@@ -66,23 +66,28 @@ def find_letters(
     """The first 5,000 dead letters of a handler, and of these the wanted ones: without messages and tracebacks, which
     would take as much memory as they do in Redis.
 
-    `places`: only those with these streams and letter ids; () for all. Raises RedisError, and ConfigError for an
-    unknown reason.
+    `places`: those with these streams and letter ids, wherever they are in the queues; () for all. Raises RedisError, and
+    ConfigError for an unknown reason.
     """
-    wanted = DeadLetterFilter(app=app, handler=handler)
     selected = DeadLetterFilter(reason=reason)
-    named = frozenset(places)
-    entries = DeadLetterQueue(client).find(wanted)
+    entries = _find(client, app, handler, places)
     found: list[DeadLetterEntry] = []
     for entry in islice(entries, MOST_LETTERS):
-        if (
-            entry.matches(selected)
-            and fingerprint in (None, fingerprint_of(entry))
-            and (not named or (entry.keys.stream, entry.letter_id) in named)
-        ):
+        if entry.matches(selected) and fingerprint in (None, fingerprint_of(entry)):
             letter = entry.letter and replace(entry.letter, pairs=(), traceback="", pairs_before_edit=None)
             found.append(replace(entry, pairs=(), letter=letter))
     return FoundLetters(found, next(entries, None) is not None)
+
+
+def _find(client: Client, app: str, handler: str, places: Sequence[tuple[str, str]]) -> Iterator[DeadLetterEntry]:
+    queue = DeadLetterQueue(client)
+    if not places:
+        yield from queue.find(DeadLetterFilter(app=app, handler=handler))
+    ids: dict[str, list[str]] = {}
+    for stream, letter_id in places:
+        ids.setdefault(stream, []).append(letter_id)
+    for stream, some in ids.items():
+        yield from queue.find(DeadLetterFilter(app=app, handler=handler, stream=stream, ids=tuple(some)))
 
 
 def group_letters(letters: Iterable[DeadLetterEntry]) -> list[LetterGroup]:

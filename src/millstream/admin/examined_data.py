@@ -24,6 +24,8 @@ _WATCHED = 100
 _COUNTED_LETTERS = 200
 _PIPELINE = 1_000
 _MOST_PARKED = 1_000
+_MIGRATES = b"migrating from "
+"""Begins the reason of a key that waits until it has left another partition: no operator has to act."""
 _MOST_DIGITS = 15
 _MEASURED_STREAMS = 100
 
@@ -210,19 +212,29 @@ def _find_new_letters(client: Client, handlers: Sequence[HandlerReport], start_m
 def _oldest_parks_ms(client: Client, handlers: Sequence[HandlerReport]) -> dict[str, int]:
     """Since when the first parked key of each handler has been parked, of those of `_first_of`.
 
-    A handler with more than a thousand such keys on a stream is left out.
+    A handler with more than a thousand such keys on a stream is left out, those that wait until they have left another
+    partition included.
     """
-    with_many = {one.label for one in handlers if one.parked > _MOST_PARKED}
-    some = [one for one in _first_of([one for one in handlers if one.parked]) if one.label not in with_many]
+    some = _first_of([one for one in handlers if one.parked])
+    counts = send_all(client, [("HLEN", one.keys.parked) for one in some])
+    with_many = {
+        one.label
+        for one, count in zip(some, counts, strict=True)
+        if isinstance(count, RedisError) or count > _MOST_PARKED
+    }
+    some = [one for one in some if one.label not in with_many]
     replies = zip(some, send_all(client, [("HGETALL", one.keys.parked) for one in some]), strict=True)
     texts = (
-        (one.label, text.partition(b" ")[0])
+        (one.label, *text.partition(b" ")[::2])
         for one, reply in replies
         if not isinstance(reply, RedisError)
         for text in mapping_of(reply).values()
     )
-    # The text of a key that waits until it has left another partition has no time.
-    return _earliest((label, int(ms)) for label, ms in texts if ms.isdigit() and len(ms) <= _MOST_DIGITS)
+    return _earliest(
+        (label, int(ms))
+        for label, ms, why in texts
+        if ms.isdigit() and len(ms) <= _MOST_DIGITS and not why.startswith(_MIGRATES)
+    )
 
 
 def _queries_of(found: Inspection) -> list[tuple[str, str]]:

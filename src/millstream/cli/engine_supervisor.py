@@ -28,7 +28,7 @@ _WAITS_MS = (100.0, 30_000.0)
 _STEADY_MS: Mapping[Engine, float] = {"workers": 60_000.0, "spark": 300_000.0}
 """A run that lasts longer is no short one. Spark may take minutes to start, and to fail in it."""
 _MAX_SHORT_RUNS: Mapping[Engine, int] = {"workers": 10, "spark": 3}
-"""How many short runs in a row are followed by a restart. The workers can take over from Spark, and no one from them."""
+"""How many short runs in a row are followed by a restart. The workers can take over from Spark, and no engine can take over from them."""
 _SPARK_PAUSE_MS = 600_000.0
 
 OnEvent = Callable[[Mapping[str, Any]], object]
