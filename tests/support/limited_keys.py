@@ -1,6 +1,6 @@
 """Expectations of apps that limit the messages of each tenant, while what runs them is killed."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from millstream import Limit
@@ -78,6 +78,10 @@ class TaskExpectations(LimitedExpectations):
         for key, holder, _ in self.permits():
             if not lives(int(holder.partition(b"-")[0])):
                 self._ask("HDEL", key.decode(), holder.decode())
+
+    def lasting_keys(self) -> Sequence[str]:
+        """See KeyedExpectations. A permit that is returned notifies idle workers, of which there are none."""
+        return (*super().lasting_keys(), self.keys.notify)
 
     def drained(self) -> bool:
         """Return whether all batches have ended, and no key waits; end the permits of the dead for that."""
