@@ -37,7 +37,7 @@ def test_a_limit_is_never_exceeded_while_drivers_and_tasks_are_killed(
             time.sleep(chance.random() / 3)  # a kill at any point
             nemesis.kill()
         eventually(expectations.drained, f"the last message; seed {seed}", log=driver.errors)
-        report = expectations.check_at_once(nemesis.killed_ms, driver.errors)
+        report = expectations.check_at_once(nemesis.alive_ms, driver.errors)
         assert driver.stop() == 0
     limited = sum(one["limited"] for one in driver.events if one["event"] == "batch")
     starts, most = driver.starts, report.most_at_once

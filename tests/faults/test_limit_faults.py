@@ -43,11 +43,11 @@ def test_a_limit_is_never_exceeded_while_workers_are_killed(
             workers.at_work(expectations)
             expectations.publish_more()
             time.sleep(chance.random() / 5)  # a kill at any point of the work
-            if victim := random_process(chance, [workers]):
-                alive_ms = SYSTEM_CLOCK.monotonic_ms()
-                if kill(victim):
-                    killed_ms[str(victim.pid)] = alive_ms
-                    killed += 1
+            alive_ms = SYSTEM_CLOCK.monotonic_ms()
+            victim = random_process(chance, [workers])
+            if victim is not None and kill(victim):
+                killed_ms[str(victim.pid)] = alive_ms
+                killed += 1
         eventually(expectations.drained, "the last message", log=workers.log)
         check_that_permits_have_ended(expectations)
         report = expectations.check_at_once(killed_ms, workers.log)

@@ -17,12 +17,12 @@ DRIVER_EVERY = 3
 class KilledDriver:
     """Kills the driver and its Python workers. `cores`: those of its first start, its second, and so on, in turn.
 
-    `killed_ms`: process -> when it was still alive, of those that were killed.
+    `alive_ms`: Python worker -> when it was last seen alive, before a kill of it or of another one.
     """
 
     def __init__(self, driver: Driver, chance: random.Random, *, cores: tuple[int, ...]) -> None:
         self.killed = 0
-        self.killed_ms: dict[str, float] = {}
+        self.alive_ms: dict[str, float] = {}
         self._driver = driver
         self._chance = chance
         self._cores = cores
@@ -50,8 +50,7 @@ class KilledDriver:
     def kill(self) -> None:
         """Kill a Python worker, or the driver, and wait until all that is killed has ended."""
         if self.killed % DRIVER_EVERY == 1:
-            workers = self._driver.workers()
-            self._note_alive(workers)
+            self._living_workers()
             self._driver.kill()
             self.start()
         else:
@@ -60,13 +59,14 @@ class KilledDriver:
 
     def _kill_worker(self) -> list[psutil.Process]:
         try:
-            victim = self._chance.choice(self._driver.workers())
-            self._note_alive([victim])
+            victim = self._chance.choice(self._living_workers())
             victim.kill()
         except (psutil.NoSuchProcess, IndexError):  # it has ended meanwhile, or there is none yet
             return []
         return [victim]
 
-    def _note_alive(self, workers: list[psutil.Process]) -> None:
+    def _living_workers(self) -> list[psutil.Process]:
         now_ms = SYSTEM_CLOCK.monotonic_ms()
-        self.killed_ms |= {str(one.pid): now_ms for one in workers}
+        found = self._driver.workers()
+        self.alive_ms |= {str(one.pid): now_ms for one in found}
+        return found

@@ -1,6 +1,6 @@
 """Expectations of apps that limit the messages of each tenant, while what runs them is killed."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from millstream import Limit
@@ -30,16 +30,16 @@ class LimitedExpectations(KeyedExpectations):
             for holder, ends in zip(*[iter(self._ask("HGETALL", key))] * 2, strict=True):
                 yield key, holder, ends
 
-    def check_at_once(self, killed_ms: Mapping[str, float], log: Callable[[], str]) -> Report:
-        """Check all that the handler promises. `killed_ms`: when processes were alive that were killed then."""
+    def check_at_once(self, alive_ms: Mapping[str, float], log: Callable[[], str]) -> Report:
+        """Check all that the handler promises. `alive_ms`: process -> when it was still alive."""
         limits = {"work": Limit(at_once=AT_ONCE)}
-        report = self.check_keys(overlap=False, more=self._ends_of_killed(killed_ms), limits=limits, log=log)
+        report = self.check_keys(overlap=False, more=self._ends_of_killed(alive_ms), limits=limits, log=log)
         assert {event.limited for event in self.runs() if event.kind == "started"} == {
             f"t{n}" for n in range(TENANTS)
         }, "each run counts for its tenant"
         return report
 
-    def _ends_of_killed(self, killed_ms: Mapping[str, float]) -> list[Event]:
+    def _ends_of_killed(self, alive_ms: Mapping[str, float]) -> list[Event]:
         """The ends of the runs that were killed: they lasted until then, or longer."""
         running: dict[tuple[str, str], Event] = {}
         for event in sorted(self.runs(), key=lambda one: one.at or 0.0):
@@ -47,7 +47,7 @@ class LimitedExpectations(KeyedExpectations):
                 running[event.id, event.worker] = event
             else:
                 running.pop((event.id, event.worker))
-        ends = [(event, killed_ms.get(event.worker)) for event in running.values()]
+        ends = [(event, alive_ms.get(event.worker)) for event in running.values()]
         return [replace(event, kind="ended", at=max(event.at or 0.0, at)) for event, at in ends if at is not None]
 
 
@@ -78,6 +78,10 @@ class TaskExpectations(LimitedExpectations):
         for key, holder, _ in self.permits():
             if not lives(int(holder.partition(b"-")[0])):
                 self._ask("HDEL", key.decode(), holder.decode())
+
+    def lasting_keys(self) -> Sequence[str]:
+        """See KeyedExpectations. A permit that is returned notifies idle workers, of which there are none."""
+        return (*super().lasting_keys(), self.keys.notify)
 
     def drained(self) -> bool:
         """Return whether all batches have ended, and no key waits; end the permits of the dead for that."""

@@ -181,12 +181,13 @@ def random_process(chance: random.Random, fleets: Sequence[RunningWorkers]) -> p
 
 
 def kill(process: psutil.Process) -> bool:
-    """Send SIGKILL to a process; return whether it was still there."""
-    try:
-        process.kill()
-    except psutil.NoSuchProcess:
+    """Send SIGKILL to a process; return whether it was still alive."""
+    if not lives(process):
         return False
-    return True
+    with suppress(psutil.NoSuchProcess):
+        process.kill()
+        return True
+    return False
 
 
 def kill_random(chance: random.Random, fleets: Sequence[RunningWorkers]) -> int:
