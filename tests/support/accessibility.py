@@ -39,11 +39,11 @@ class Axe:
         return browser.run(_RULES)
 
 
-def press_key(browser: Browser, key: str) -> None:
-    """Press a key, Tab or Enter."""
-    code, text = {"Tab": (9, ""), "Enter": (13, "\r")}[key]
+def press_key(browser: Browser, name: str) -> None:
+    """Press a key: Tab, Enter or Space."""
+    key, code, text = {"Tab": ("Tab", 9, ""), "Enter": ("Enter", 13, "\r"), "Space": (" ", 32, " ")}[name]
     for kind in ("keyDown", "keyUp"):
-        browser.command("Input.dispatchKeyEvent", type=kind, key=key, code=key, text=text, windowsVirtualKeyCode=code)
+        browser.command("Input.dispatchKeyEvent", type=kind, key=key, code=name, text=text, windowsVirtualKeyCode=code)
 
 
 def unreached(browser: Browser) -> list[str]:
