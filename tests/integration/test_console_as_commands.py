@@ -19,7 +19,7 @@ from tests.support.commandline import call
 from tests.support.console_browsing import log_in, record_reports, send_form
 from tests.support.console_forms import FORMS, Form
 from tests.support.console_threads import ConsoleThread
-from tests.support.console_usability import is_usable
+from tests.support.console_usability import is_usable, opposite_windows
 from tests.support.consoles import WAYS, write_tokens
 from tests.support.waiting import eventually
 
@@ -132,7 +132,7 @@ def test_a_form_leaves_one_record_and_what_its_command_leaves_at_its_lowest_leve
 def test_each_form_is_sent_by_mouse_and_leaves_what_its_command_leaves_and_each_question_is_usable(
     client: Client, other: Client, tmp_path: Path, chromium: Chromium
 ) -> None:
-    axe, asked = Axe(), set()
+    axe, asked = Axe(), list[str]()
     with (
         ConsoleThread(client.url, write_tokens(tmp_path), renew_ms=HOUR_MS) as console,
         Browser(f"{console.url}/", chromium) as browser,
@@ -143,8 +143,8 @@ def test_each_form_is_sent_by_mouse_and_leaves_what_its_command_leaves_and_each_
         for path, form in FORMS.items():
 
             def look_at_question(path: str = path) -> None:
-                asked.add(path)
-                is_usable(browser, axe, f"the question of {path}")
+                is_usable(browser, axe, f"the question of {path}", opposite_windows(len(asked)))
+                asked.append(path)
 
             for one in (client, other):
                 one.execute("FLUSHALL")

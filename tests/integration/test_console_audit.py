@@ -11,7 +11,7 @@ from millstream.redis_client.client import Client
 from millstream.services.console.rights import ConsoleTokens, Level, Viewer
 from millstream.services.gateway.auth import new_stream_tokens
 from tests.support.commandline import call
-from tests.support.consoles import LEVELS, TOKENS, Browser, client_of, console, fill_with
+from tests.support.consoles import LEVELS, TOKENS, Browser, console, fill_with
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.cli]
@@ -69,7 +69,10 @@ def test_a_token_without_a_name_is_called_by_a_hash_that_is_no_token(tmp_path: P
         ([f"{TOKEN} admin name={'x' * 65}"], "1 to 64 printable characters"),
         ([f"{TOKEN} admin name=a\u202eb"], "1 to 64 printable characters"),
         ([f"{TOKEN} admin name=ann name=bob"], "several names: ann, bob"),
-        ([f"{OTHER} admin name=ann", f"{TOKEN} figures name=bob", f"{TOKEN} admin name=ann"], "several names: ann, bob"),
+        (
+            [f"{OTHER} admin name=ann", f"{TOKEN} figures name=bob", f"{TOKEN} admin name=ann"],
+            "several names: ann, bob",
+        ),
         ([f"{TOKEN} admin ann"], "a name is written name=ann"),
     ],
 )
@@ -160,7 +163,10 @@ def test_the_page_and_the_command_show_the_actions_of_an_operator_of_a_kind_and_
     options = [word for name, text in wanted.items() for word in (f"--{name}", text)]
     told = call("audit", "--json", *options, url=client.url)
     assert [(one["by"], one["action"]) for one in told.json_lines()] == [ACTIONS[n][:2] for n in found]
-    assert told.err == ("" if found else "there are no such actions\n")
+    said = call("audit", *options, url=client.url)
+    assert (said.err, len(said.out.splitlines())) == (
+        ("", len(found) + 1) if found else ("there are no such actions\n", 0)
+    )
     with console(client.url, tmp_path, "payloads") as browser:
         fields = browser.get("/audit").form("/audit")
         assert fields == {"by": [""], "action": [""], "handler": [""]}

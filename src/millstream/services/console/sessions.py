@@ -78,7 +78,7 @@ class Sessions:
 
     def browsers_of(self, cookie: str | None) -> str | None:
         """The browsers that have logged in with the token of this cookie, as one name; None for any other cookie."""
-        for digest, _ in self._tokens.items():
+        for digest in (one for one, _ in self._tokens.items()):
             if hmac.compare_digest((cookie or "").encode("utf-8", "replace"), known_browser(digest).encode()):
                 return f"browsers of {token_label(digest)}"
         return None
