@@ -9,8 +9,6 @@ The pages are those of the tests, with the same data, in a Redis of its own. It 
 import re
 import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -45,45 +43,51 @@ def name_of(path: str) -> str:
     return re.sub(r"\W+", "-", path).strip("-") or "overview"
 
 
-def take_all(url: str, client: Client, chromium: Chromium, folder: Path) -> None:
-    """Write every page of the console at `url`: of an empty Redis, and with data."""
-    with Browser(f"{url}/", chromium) as browser:
-        await_login(browser)
-        take(browser, folder, "login")
-        log_in(browser, "admin")
-        for path in EMPTY_PAGES:
-            visit(browser, f"{url}{path}")
-            take(browser, folder, f"empty-{name_of(path)}")
-        fill_pages(client)
-    with Browser(f"{url}/", chromium) as browser:
-        log_in(browser, "admin")
-        for path in PAGES:
-            visit(browser, f"{url}{path}")
-            take(browser, folder, name_of(path))
-        for path, form in QUESTIONS:
-            visit(browser, f"{url}{path}")
-            follow(browser, f"form[action='{form}'] button")
-            take(browser, folder, f"question-{name_of(form)}")
-        visit(browser, f"{url}/handler?name=none.none", shows="main")
-        take(browser, folder, "problem")
+def take_empty(browser: Browser, url: str, folder: Path) -> None:
+    """Write the login form, and the pages of a Redis without data."""
+    await_login(browser)
+    take(browser, folder, "login")
+    log_in(browser, "admin")
+    for path in EMPTY_PAGES:
+        visit(browser, f"{url}{path}")
+        take(browser, folder, f"empty-{name_of(path)}")
 
 
-@contextmanager
-def started() -> Iterator[tuple[str, Client, Chromium]]:
-    """A console with its address, its Redis, and a browser."""
+def take_filled(browser: Browser, url: str, folder: Path) -> None:
+    """Write every page, some questions, and a page that is not there."""
+    log_in(browser, "admin")
+    for path in PAGES:
+        visit(browser, f"{url}{path}")
+        take(browser, folder, name_of(path))
+    for path, form in QUESTIONS:
+        visit(browser, f"{url}{path}")
+        follow(browser, f"form[action='{form}'] button")
+        take(browser, folder, f"question-{name_of(form)}")
+    visit(browser, f"{url}/handler?name=none.none", shows="main")
+    take(browser, folder, "problem")
+
+
+def take_all(folder: Path) -> None:
+    """Write all pictures."""
     with (
         TemporaryDirectory() as scratch,
         EmbeddedServer(extra={"appendonly": "no"}) as server,
         Client(server.url) as client,
-        ConsoleThread(server.url, write_tokens(Path(scratch)), renew_ms=HOUR_MS) as console,
         Chromium(Path(scratch) / "chromium") as chromium,
     ):
-        yield console.url, client, chromium
+        tokens = write_tokens(Path(scratch))
+        for fill, write in ((None, take_empty), (fill_pages, take_filled)):
+            if fill:
+                fill(client)
+            with (
+                ConsoleThread(server.url, tokens, renew_ms=HOUR_MS) as console,
+                Browser(f"{console.url}/", chromium) as browser,
+            ):
+                write(browser, console.url, folder)
 
 
 if __name__ == "__main__":
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True)
-    with started() as (url, client, chromium):
-        take_all(url, client, chromium, FOLDER)
+    take_all(FOLDER)
     sys.stdout.write(f"{len([*FOLDER.iterdir()])} pictures are in {FOLDER}\n")

@@ -415,7 +415,7 @@ def test_a_delayed_message_is_cancelled_once_that_is_confirmed(browser: Browser,
     page = browser.get("/delayed?stream=orders")
     assert "text x" in page.text
     question = browser.send(page, "/delayed/cancel")
-    assert "1 wait." in browser.get("/delayed?stream=orders").text
+    assert "1 message waits." in browser.get("/delayed?stream=orders").text
     assert "The message is cancelled." in browser.send(question, "/delayed/cancel").text
     assert "moved or cancelled before" in browser.send(question, "/delayed/cancel").text
     assert call("delayed", "list", "orders", "--json", url=client.url).out == ""

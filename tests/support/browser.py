@@ -133,6 +133,7 @@ class Browser:
 
     def picture(self) -> bytes:
         """The whole page, also what is below the window, as a PNG."""
+        self.command("Emulation.setScrollbarsHidden", hidden=True)
         size = self.command("Page.getLayoutMetrics")["result"]["cssContentSize"]
         clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
         taken = self.command("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)

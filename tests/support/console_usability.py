@@ -29,8 +29,9 @@ _FAINT = """
     const found = []
     for (const one of document.querySelectorAll('body *')) {
         const own = Array.from(one.childNodes).some(node => node.nodeType === 3 && node.textContent.trim())
-        if (!own) continue
-        const sides = [light(parse(getComputedStyle(one).color)), light(ground(one))].sort((a, b) => b - a)
+        if (!own && !one.placeholder) continue
+        const color = getComputedStyle(one, one.placeholder ? '::placeholder' : null).color
+        const sides = [light(parse(color)), light(ground(one))].sort((a, b) => b - a)
         if ((sides[0] + .05) / (sides[1] + .05) < 4.5) found.push(one.outerHTML.slice(0, 100))
     }
     return found
