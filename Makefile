@@ -1,6 +1,6 @@
 # `make` lists the targets. ARGS goes to the program behind a target: make demo ARGS=--kill
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test servers quick-servers spark unit lint docs quick-java compiled soak bench profile clean
+.PHONY: help setup demo test servers quick-servers spark unit lint docs screenshots quick-java compiled soak bench profile clean
 SHELL := /bin/bash
 BIN := .venv/bin
 ARGS ?=
@@ -23,7 +23,7 @@ SPARK_TESTS = tests/spark tests/unit/test_spark_lookup.py tests/faults/test_sink
 	tests/faults/test_exactly_once.py
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
 
 setup: ## install what is missing: .venv, redis-server, Java (done by the other targets as well)
 	@scripts/setup
@@ -75,6 +75,9 @@ lint: setup ## ruff and mypy
 
 docs: setup ## the pages as a site, with search, in build/site (ARGS=serve: on 127.0.0.1:8000)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs $(or $(ARGS),build --strict)
+
+screenshots: setup ## every page of the console in build/screenshots, narrow and wide, light and dark (requires Chromium)
+	@$(BIN)/python -m scripts.console_screenshots $(ARGS)
 
 soak: setup ## every test, the fault and load tests with full counts (AREA=keys: those of one area): takes hours
 	MILLSTREAM_SOAK=1 $(BIN)/python -m pytest --timeout=0 $(if $(AREA),-m "$(AREA)") $(ARGS)

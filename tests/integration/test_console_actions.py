@@ -497,7 +497,7 @@ def test_a_delayed_message_is_cancelled_once_that_is_confirmed(browser: Browser,
     page = browser.get("/delayed?stream=orders")
     assert "text x" in page.text
     question = browser.send(page, "/delayed/cancel")
-    assert "1 wait." in browser.get("/delayed?stream=orders").text
+    assert "1 message waits." in browser.get("/delayed?stream=orders").text
     assert "The message is cancelled." in browser.send(question, "/delayed/cancel").text
     assert "moved or cancelled before" in browser.send(question, "/delayed/cancel").text
     assert call("delayed", "list", "orders", "--json", url=client.url).out == ""
@@ -561,7 +561,8 @@ def test_the_audit_is_read_page_by_page_whatever_is_written_there(client: Client
     client.execute("XADD", audit_key(), "*", "by", b"\xff", "about", b"no JSON")
     first = log.read(count=100)
     assert (first[0].about, first[0].result) == ({}, None)
-    rest = log.read(count=1_000, before=first[-1].id)
+    rest, more = log.read_page(count=1_000, before=first[-1].id)
+    assert more is None
     assert [one.action for one in [*first[1:], *rest]] == [f"a{n}" for n in reversed(range(250))]
     assert {one.result for one in rest} == {"done"}
 

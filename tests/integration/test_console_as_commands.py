@@ -10,20 +10,24 @@ from typing import Any
 import pytest
 
 from millstream.admin.audit_log import AuditLog
-from millstream.delivery.delayed_messages import DelayedMessages
-from millstream.groups import Group
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
-from millstream.redis_client.key_names import HandlerKeys, audit_key
 from millstream.services.console.views import PAGES
+from tests.support.accessibility import Axe
+from tests.support.browser import Browser, Chromium
 from tests.support.commandline import call
-from tests.support.console_forms import FORMS
-from tests.support.consoles import console, fill_with
+from tests.support.console_browsing import log_in, record_reports, send_form
+from tests.support.console_forms import FORMS, Form
+from tests.support.console_threads import ConsoleThread
+from tests.support.console_usability import is_usable, opposite_windows
+from tests.support.consoles import WAYS, write_tokens
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.cli]
 
-POSTED = tuple(one.path for one in PAGES if one.method == "POST")
-KEYS = HandlerKeys("shop", "pay", "orders")
+POSTED = {one.path: one.level for one in PAGES if one.method == "POST"}
+"""The lowest level of each form: another test states the levels a second time."""
+HOUR_MS = 3_600_000.0
 TIME = re.compile(r"\d{12,}(?:-\d+)?")
 """A time in milliseconds, or an id that begins with one."""
 
@@ -40,18 +44,6 @@ def other(other_server: EmbeddedServer) -> Iterator[Client]:
     other_server.call("FLUSHALL")
     with Client(other_server.url) as opened:
         yield opened
-
-
-def prepare(client: Client, given: str) -> dict[str, str]:
-    """What a form needs, without records of earlier actions. Returns the ids that commands need."""
-    fill_with(client, "x")
-    if given:
-        assert call(*shlex.split(given), url=client.url).code == 0
-    Group(client, "orders", "readers").create()
-    client.execute("DEL", audit_key())
-    ((letter, _),) = client.execute("XRANGE", KEYS.dead_letters, "-", "+")
-    (delayed,) = DelayedMessages(client).find("orders", limit=2)
-    return {"letter": letter.decode(), "delayed": delayed.id}
 
 
 def copy(client: Client, other: Client) -> None:
@@ -95,20 +87,10 @@ def test_each_form_is_in_the_table_and_each_row_of_the_table_is_a_form() -> None
     assert sorted(FORMS) == sorted(POSTED)
 
 
-@pytest.mark.parametrize("path", POSTED)
-def test_a_form_leaves_one_record_and_what_its_command_leaves(
-    client: Client, other: Client, tmp_path: Path, path: str
-) -> None:
-    form = FORMS[path]
-    ids = prepare(client, form.given)
-    copy(client, other)
-    before = contents(client)
-    assert contents(other) == before
-    with console(client.url, tmp_path, "admin") as browser:
-        answer = form.send(browser, path)
-    assert answer.status == 200, answer.text
+def is_as_its_command(client: Client, other: Client, form: Form, before: dict[str, str], ids: dict[str, str]) -> str:
+    """One record, of what its command leaves on the other server, which has the same data. Returns what it prints."""
     (record,) = AuditLog(client).read()
-    assert (record.action, record.by[:6]) == (form.action, "token ")
+    assert record.action == form.action
     assert record.result, "it did not end"
     assert not record.result.startswith(("failed", "unknown"))
     done = call(*shlex.split(form.command.format(by=record.by, **ids)), url=other.url)
@@ -125,5 +107,55 @@ def test_a_form_leaves_one_record_and_what_its_command_leaves(
         assert both >= {"handler", "stream", "app"} & record.about.keys()
     assert without_new_times(after, known) == without_new_times(contents(other), known)
     assert (after == before) is form.reads_only
+    return done.out
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("path", POSTED)
+def test_a_form_leaves_one_record_and_what_its_command_leaves_at_its_lowest_level(
+    client: Client, other: Client, tmp_path: Path, path: str, way: str
+) -> None:
+    form = FORMS[path]
+    ids = form.prepare(client)
+    copy(client, other)
+    before = contents(client)
+    assert contents(other) == before
+    with WAYS[way](client.url, tmp_path, POSTED[path]) as browser:
+        answer = form.send(browser, path)
+    assert answer.status == 200, answer.text
+    assert AuditLog(client).read()[0].by.startswith("the application" if way == "authorize" else "token ")
+    printed = is_as_its_command(client, other, form, before, ids)
     if form.reads_only:
-        assert [json.loads(line) for line in answer.html.splitlines()] == done.json_lines()
+        assert [json.loads(line) for line in answer.html.splitlines()] == [*map(json.loads, printed.splitlines())]
+
+
+def test_each_form_is_sent_by_mouse_and_leaves_what_its_command_leaves_and_each_question_is_usable(
+    client: Client, other: Client, tmp_path: Path, chromium: Chromium
+) -> None:
+    axe, asked = Axe(), list[str]()
+    with (
+        ConsoleThread(client.url, write_tokens(tmp_path), renew_ms=HOUR_MS) as console,
+        Browser(f"{console.url}/", chromium) as browser,
+    ):
+        record_reports(browser)
+        log_in(browser, "admin")
+        browser.command("Page.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
+        for path, form in FORMS.items():
+
+            def look_at_question(path: str = path) -> None:
+                is_usable(browser, axe, f"the question of {path}", opposite_windows(len(asked)))
+                asked.append(path)
+
+            for one in (client, other):
+                one.execute("FLUSHALL")
+            ids = form.prepare(client)
+            copy(client, other)
+            before = contents(client)
+            send_form(browser, console.url, path, form, look_at_question)
+            eventually(lambda: [one.id for one in AuditLog(client).read() if one.result], f"the end of {path}")
+            printed = is_as_its_command(client, other, form, before, ids)
+            if form.reads_only:
+                eventually(lambda: [*tmp_path.glob("*.jsonl")], "the file")
+                (file,) = tmp_path.glob("*.jsonl")
+                assert [*map(json.loads, file.read_text().splitlines())] == [*map(json.loads, printed.splitlines())]
+    assert len(asked) >= 8

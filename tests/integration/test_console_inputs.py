@@ -122,7 +122,7 @@ def test_a_form_answers_whatever_its_fields_are(path: str, browser: Browser, cli
     form = FORMS[path]
     if form.given:
         assert call(*shlex.split(form.given), url=client.url).code == 0
-    filled_in = {**form.open(browser).form(path), **form.fields}
+    filled_in = form.filled_in(browser, path)
     token = filled_in.pop("form_token")[0]
     usual = tuple(
         (name, value) for name, given in filled_in.items() for value in ([given] if isinstance(given, str) else given)

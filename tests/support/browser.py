@@ -3,6 +3,7 @@
 import json
 import shutil
 import subprocess
+from base64 import b64decode
 from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
@@ -43,7 +44,9 @@ class _DevTools:
 
     def __init__(self, address: str) -> None:
         # Without pings: their thread draws random numbers while tests of other files run, which Hypothesis takes for theirs.
-        self._opening = connect(address, proxy=None, open_timeout=FAIL_SAFE_S, close_timeout=1, ping_interval=None)
+        self._opening = connect(
+            address, proxy=None, open_timeout=FAIL_SAFE_S, close_timeout=1, ping_interval=None, max_size=None
+        )
         self._numbers = count(1)
 
     def __enter__(self) -> Self:
@@ -127,3 +130,11 @@ class Browser:
         self.command("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.command("Emulation.setEmulatedMedia", features=[scheme])
+
+    def picture(self) -> bytes:
+        """The whole page, also what is below the window, as a PNG."""
+        self.command("Emulation.setScrollbarsHidden", hidden=True)
+        size = self.command("Page.getLayoutMetrics")["result"]["cssContentSize"]
+        clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
+        taken = self.command("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)
+        return b64decode(taken["result"]["data"])

@@ -1,9 +1,24 @@
-"""What a user does in a browser on the pages of a console: visits them, logs in, presses buttons and keys."""
+"""What a user does in a browser on the pages of a console: visits them, logs in, types, presses buttons and keys."""
+
+from collections.abc import Callable
 
 from tests.support.accessibility import press_key
 from tests.support.browser import Browser
+from tests.support.console_forms import Form
 from tests.support.consoles import TOKENS
 from tests.support.waiting import eventually
+
+_PLACE = """
+(() => {{
+    const one = document.querySelector({selector})
+    one.scrollIntoView({{block: 'center', inline: 'center', behavior: 'instant'}})
+    const box = one.getClientRects()[0], x = box.x + box.width / 2, y = box.y + box.height / 2
+    return one.contains(document.elementFromPoint(x, y)) ? {{x, y}} : null
+}})()
+"""
+"""Where the middle of an element is in the window; null if something covers it."""
+
+_IS_QUESTION = "document.querySelector('main form button.grave')?.innerText === 'Yes, do it'"
 
 _REPORTS = """
 window.reports = []
@@ -64,3 +79,56 @@ def reach(browser: Browser, selector: str) -> None:
             return
         press_key(browser, "Tab")
     raise AssertionError(f"Tab does not reach {selector}")
+
+
+def press_at(browser: Browser, selector: str, key: str, *, until: str) -> None:
+    """Press Tab until this element has the focus, then the key, and wait for a page that contains a text."""
+    reach(browser, selector)
+    press_key(browser, key)
+    await_text(browser, until)
+
+
+def click(browser: Browser, selector: str) -> None:
+    """Press the button of the mouse in the middle of an element, which nothing may cover."""
+    place = browser.run(_PLACE.format(selector=repr(selector)))
+    assert place, f"{selector} is covered"
+    for kind in ("mousePressed", "mouseReleased"):
+        browser.command("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **place)
+
+
+def follow(browser: Browser, selector: str) -> None:
+    """Click on a link or a button, and wait for the page to which it leads."""
+    browser.run("window.isLeft = true; 0")
+    click(browser, selector)
+    there = "!window.isLeft && document.readyState === 'complete' && document.querySelector('main')"
+    eventually(lambda: browser.run(f"Boolean({there})"), f"the page after {selector}", log=lambda: shown(browser))
+
+
+def type_into(browser: Browser, selector: str, text: str) -> None:
+    """Type a text into a field, in place of what it has."""
+    click(browser, selector)
+    browser.run(f"document.querySelector({selector!r}).select(); 0")
+    browser.command("Input.insertText", text=text)
+
+
+def send_form(browser: Browser, url: str, path: str, form: Form, on_question: Callable[[], None]) -> None:
+    """What `Form.send` does in a browser without a window, by mouse: at a question `on_question` is called first."""
+    visit(browser, f"{url}{form.page}")
+    for beginning in form.then:
+        follow(browser, f"main a[href^='{beginning}']")
+    for name, text in form.fields.items():
+        field = f"form[action='{path}'] [name='{name}']"
+        if browser.run(f"document.querySelector({field!r}).type") == "checkbox":
+            click(browser, f"{field}[value='{text}']")
+        else:
+            type_into(browser, field, text)
+    button = f"form[action='{path}'] button"
+    if form.reads_only:  # the browser keeps what it gets, and the page stays
+        click(browser, button)
+        return
+    follow(browser, button)
+    if browser.run(_IS_QUESTION):
+        on_question()
+        if form.typed:
+            type_into(browser, "#confirm", form.typed)
+        follow(browser, "main button.grave")

@@ -1,9 +1,16 @@
 """Each form of the console once: its page, what it is filled in with, its record, and the command with the same effect."""
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from tests.support.consoles import Browser, Page
+from millstream.delivery.delayed_messages import DelayedMessages
+from millstream.groups import Group
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import HandlerKeys, audit_key
+from tests.support.commandline import call
+from tests.support.consoles import Browser, Page, fill_with
 
 _PARKED = "/key?handler=shop.pay&stream=orders&key=parked+x"
 _FAILING = "/key?handler=shop.pay&stream=orders&key=failing+x"
@@ -38,6 +45,21 @@ class Form:
         for beginning in self.then:
             page = browser.get(next(one for one in page.links if one.startswith(beginning)))
         return page
+
+    def prepare(self, client: Client) -> dict[str, str]:
+        """Add what the form needs, without records of earlier actions. Returns the ids that commands need."""
+        fill_with(client, "x")
+        if self.given:
+            assert call(*shlex.split(self.given), url=client.url).code == 0
+        Group(client, "orders", "readers").create()
+        client.execute("DEL", audit_key())
+        ((letter, _),) = client.execute("XRANGE", HandlerKeys("shop", "pay", "orders").dead_letters, "-", "+")
+        (delayed,) = DelayedMessages(client).find("orders", limit=2)
+        return {"letter": letter.decode(), "delayed": delayed.id}
+
+    def filled_in(self, browser: Browser, path: str) -> dict[str, Any]:
+        """What the browser sends to `path` once the form is filled in."""
+        return {**self.open(browser).form(path), **self.fields}
 
     def send(self, browser: Browser, path: str) -> Page:
         """Fill the form in and send it to `path`, and answer its question if it asks one."""

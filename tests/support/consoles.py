@@ -2,10 +2,11 @@
 
 import asyncio
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from html import unescape
 from html.parser import HTMLParser
+from http.cookiejar import DefaultCookiePolicy
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,23 @@ def authorized(url: str, level: Level | None, **options: Any) -> Iterator[Browse
     """A console in an application that grants this level."""
     with client_of(console_app(url, authorize=lambda request: level, **options)) as http:
         yield Browser(http)
+
+
+@contextmanager
+def program(url: str, folder: Path, level: Level) -> Iterator[Browser]:
+    """A program that sends the bearer token of this level, and keeps no cookie: no form of its pages has a valid token."""
+    with console(url, folder) as browser:
+        browser.http.headers["Authorization"] = f"Bearer {TOKENS[level.word]}"
+        browser.http.cookies.jar.set_policy(DefaultCookiePolicy(allowed_domains=()))
+        yield browser
+
+
+WAYS: Mapping[str, Callable[[str, Path, Level], AbstractContextManager[Browser]]] = {
+    "session": lambda url, folder, level: console(url, folder, level.word),
+    "bearer token": program,
+    "authorize": lambda url, folder, level: authorized(url, level),
+}
+"""How a console knows who sends a request, and what opens one for a viewer of this level."""
 
 
 def pages_reached(browser: Browser, *starts: str, most: int = 200) -> dict[str, Page]:

@@ -4,9 +4,10 @@ An action is recorded before it begins and again when it ends. So nothing is cha
 whose process died has a record without a result.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 
 import msgspec
 
@@ -18,6 +19,9 @@ from millstream.redis_client.replies import mapping_of
 _MOST_RECORDS = 200_000  # two for each action
 _UNKNOWN = "unknown, it may have been done"
 _NOTHING_BEFORE = "0-0"
+_LATER_PAGE = 1_000
+_MOST_LATER = 50 * _LATER_PAGE
+"""After so many records a result is no longer sought."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +46,26 @@ class AuditRecord:
         """Its result, or that and why there is none."""
         unknown = "unknown: its process ended first, Redis was away, or it is under way"
         return unknown if self.result is None else self.result
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditFilter:
+    """Which actions: those of operators, and of actions, whose names begin so, and about this handler; "" for any."""
+
+    by: str = ""
+    action: str = ""
+    handler: str = ""
+
+    def matches(self, one: AuditRecord) -> bool:
+        """Whether an action is one of these."""
+        return (
+            one.by.startswith(self.by)
+            and one.action.startswith(self.action)
+            and self.handler in ("", one.about.get("handler"))
+        )
+
+
+_ANY = AuditFilter()
 
 
 class RunningAction:
@@ -119,39 +143,70 @@ class AuditLog:
         """Record what came of an action. Raises RedisError."""
         self._add("of", record, "result", result)
 
-    def read(self, *, count: int = 100, before: str = "+", since_ms: int = 0) -> list[AuditRecord]:
-        """The newest `count` actions that began before the record `before`, the newest first. Raises RedisError.
+    def read(self, *, count: int = 100, since_ms: int = 0, wanted: AuditFilter = _ANY) -> list[AuditRecord]:
+        """The newest `count` actions that are `wanted`, the newest first. Raises RedisError.
 
         `since_ms`: only those that began at this time or later, in Unix milliseconds.
         """
+        return list(islice(filter(wanted.matches, self._actions(since_ms=since_ms)), count))
+
+    def read_page(
+        self, *, count: int, before: str = "+", wanted: AuditFilter = _ANY, most_read: int = 5_000
+    ) -> tuple[list[AuditRecord], str | None]:
+        """`count` actions that are `wanted` and began before the record `before`, and the record to go on before.
+
+        It is None at the end of the audit. After `most_read` actions it ends with what it has. Raises RedisError.
+        """
         found: list[AuditRecord] = []
+        rest: str | None = None
+        for number, one in enumerate(self._actions(before=before), 1):
+            if wanted.matches(one):
+                found.append(one)
+            if count == len(found) or number == most_read:
+                rest = one.id
+                break
+        return self._with_later_results(found, before), rest
+
+    def _with_later_results(self, found: Sequence[AuditRecord], before: str) -> list[AuditRecord]:
+        """These actions with the results that came after the record `before`: an action may take hours."""
+        missing = {one.id for one in found if one.result is None}
+        results: dict[str, str] = {}
+        start = before
+        for _ in range(_MOST_LATER // _LATER_PAGE):
+            if before == "+" or not missing:
+                break
+            page = self._client.execute("XRANGE", audit_key(), start, "+", "COUNT", _LATER_PAGE)
+            for _, pairs in page:
+                fields = mapping_of(pairs)
+                if (of := _text(fields, b"of")) in missing:
+                    results[of] = _text(fields, b"result")
+                    missing.remove(of)
+            if len(page) < _LATER_PAGE:
+                break
+            start = f"({page[-1][0].decode()}"
+        return [replace(one, result=results.get(one.id, one.result)) for one in found]
+
+    def _actions(self, *, before: str = "+", since_ms: int = 0) -> Iterator[AuditRecord]:
+        """The actions that began before the record `before`, the newest first."""
         if before == _NOTHING_BEFORE:  # Redis refuses an interval that ends there
-            return found
+            return
         results: dict[str, str] = {}
         end = "+" if before == "+" else f"({before}"
         for record_id, fields in self._newest_first(end, str(since_ms)):
             if b"of" in fields:
                 results[_text(fields, b"of")] = _text(fields, b"result")
                 continue
-            found.append(
-                AuditRecord(
-                    id=record_id,
-                    at_ms=int(record_id.partition("-")[0]),
-                    by=_text(fields, b"by"),
-                    action=_text(fields, b"action"),
-                    about=_about(fields.get(b"about", b"")),
-                    result=results.get(record_id),
-                )
+            yield AuditRecord(
+                id=record_id,
+                at_ms=int(record_id.partition("-")[0]),
+                by=_text(fields, b"by"),
+                action=_text(fields, b"action"),
+                about=_about(fields.get(b"about", b"")),
+                result=results.get(record_id),
             )
-            if len(found) == count:
-                break
-        return found
 
     def _newest_first(self, end: str, start: str) -> Iterator[tuple[str, Mapping[bytes, bytes]]]:
-        """The records from `start` up to `end`, and first the results that came later of those."""
-        if end != "+":
-            later = self._client.execute("XRANGE", audit_key(), end.removeprefix("("), "+", "COUNT", 100)
-            yield from ((one.decode(), mapping_of(pairs)) for one, pairs in later if b"of" in pairs[::2])
+        """The records from `start` up to `end`."""
         while True:
             page = self._client.execute("XREVRANGE", audit_key(), end, start, "COUNT", 200)
             for record_id, pairs in page:

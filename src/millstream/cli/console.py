@@ -22,7 +22,9 @@ Host = Annotated[
 Port = Annotated[int, typer.Option("--port", help="Port to listen on; 0 finds a free one.", min=0, max=65_535)]
 TokenFile = Annotated[
     Path | None,
-    typer.Option("--token-file", help="Lines with a token and its level: figures, payloads, operate or admin."),
+    typer.Option(
+        "--token-file", help="Lines with a token, its level (figures, payloads, operate, admin) and name=NAME."
+    ),
 ]
 AllowHost = Annotated[
     list[str] | None,

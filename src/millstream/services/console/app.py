@@ -98,7 +98,7 @@ def console_app(
     * `url`: of Redis
     * `authorize`: called with each request (`starlette.requests.Request`); returns the Level, or the Viewer, of its
       sender, or None to refuse it; may be a coroutine function. The application around the console logs people in
-    * `token_file`: without `authorize`: lines with a token and its level; people log in with a token
+    * `token_file`: without `authorize`: lines with a token, its level and `name=NAME`; people log in with a token
     * `redact`: called with the name and the text of each value that messages contain; returns the text to show
     * `host_names`: accepted names in the header Host; None: any
 

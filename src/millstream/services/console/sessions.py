@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from millstream.services.console.rights import ConsoleTokens, Viewer, to_viewer
+from millstream.services.console.rights import ConsoleTokens, Viewer, to_viewer, token_label
 
 SESSION_COOKIE = "millstream_console"
 FORM_COOKIE = "millstream_console_form"
@@ -78,9 +78,9 @@ class Sessions:
 
     def browsers_of(self, cookie: str | None) -> str | None:
         """The browsers that have logged in with the token of this cookie, as one name; None for any other cookie."""
-        for digest, words in self._tokens.items():
+        for digest in (one for one, _ in self._tokens.items()):
             if hmac.compare_digest((cookie or "").encode("utf-8", "replace"), known_browser(digest).encode()):
-                return f"browsers of {to_viewer(digest, words).name}"
+                return f"browsers of {token_label(digest)}"
         return None
 
 

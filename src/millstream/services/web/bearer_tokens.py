@@ -3,6 +3,7 @@
 import hashlib
 import hmac
 from collections.abc import Callable, Iterable
+from copy import copy
 from pathlib import Path
 
 from millstream.errors import ConfigError
@@ -62,7 +63,8 @@ class TokenStore:
 
         It does so for a file without tokens too, which would let every client in.
         """
-        fresh = TokenStore(self._check, self._scope_help)
+        fresh = copy(self)
+        fresh._scopes = {}
         fresh.read(path)
         if not fresh:
             raise ConfigError(f"the token file {str(path)!r} contains no token; add one")

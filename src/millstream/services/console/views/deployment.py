@@ -2,7 +2,7 @@
 
 from starlette.responses import Response
 
-from millstream.admin.audit_log import AuditLog
+from millstream.admin.audit_log import AuditFilter, AuditLog
 from millstream.admin.findings import merge_unchecked
 from millstream.model import EntryId
 from millstream.services.console.pages import PageRequest
@@ -20,11 +20,16 @@ def redis(page: PageRequest) -> Response:
 
 
 def audit(page: PageRequest) -> Response:
-    """The actions of operators through the console and by commands, the newest first."""
+    """The actions of operators through the console and by commands, the newest first: all, or those that are wanted."""
     before = page.query.get("before")
-    found = AuditLog(page.client).read(count=_PAGE, before=str(EntryId.parse(before)) if before else "+")
+    wanted = AuditFilter(
+        by=page.query.get("by", ""), action=page.query.get("action", ""), handler=page.query.get("handler", "")
+    )
+    start = str(EntryId.parse(before)) if before else "+"
+    found, rest = AuditLog(page.client).read_page(count=_PAGE, before=start, wanted=wanted)
     return page.render(
         "audit.html",
+        wanted=wanted,
         found=[
             (
                 one,
@@ -33,5 +38,6 @@ def audit(page: PageRequest) -> Response:
             )
             for one in found
         ],
-        before=found[-1].id if len(found) == _PAGE else None,
+        before=rest,
+        is_partial=rest is not None and len(found) < _PAGE,
     )
