@@ -111,17 +111,39 @@ def test_the_page_says_how_far_the_ranking_is(filled: Client, tmp_path: Path) ->
         clock.go_on.set()
 
 
+class RestingClock(ManualClock):
+    """It records how long a thread rests."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rests_ms: list[float] = []
+
+    def sleep_ms(self, duration_ms: float) -> None:
+        """Move on at once."""
+        self.rests_ms.append(duration_ms)
+        super().sleep_ms(duration_ms)
+
+
 def test_at_most_so_many_streams_a_second_are_read_and_none_once_no_page_asks(filled: Client) -> None:
-    clock = ManualClock()
+    clock = RestingClock()
     ranking = StreamRanking(filled.url, StreamNames(filled.url, wait_ms=HOUR_MS), wait_ms=HOUR_MS, clock=clock)
     before = commands_run(filled.execute)["xinfo|stream"]
     assert ranking.find("calls:", "entries").names[0] == "calls:x"
     eventually(lambda: not reading_threads(), "the end of the thread, as no page asks")
     read = commands_run(filled.execute)["xinfo|stream"] - before
     assert read >= STREAMS
-    assert read <= MOST_PER_S * clock.now_ms / 1_000
+    assert read <= MOST_PER_S * sum(one for one in clock.rests_ms if one < 1_000) / 1_000, "also within a round"
     assert clock.now_ms >= 15_000, "for so long the list counts as open"
     assert read <= STREAMS * (clock.now_ms / 5_000 + 1), "none more often than every five seconds"
+
+
+def test_the_thread_rests_four_times_as_long_as_it_reads(filled: Client) -> None:
+    clock = RestingClock()
+    clock.step_ms = 30
+    ranking = StreamRanking(filled.url, StreamNames(filled.url, wait_ms=HOUR_MS), wait_ms=HOUR_MS, clock=clock)
+    ranking.find("calls:00", "entries")
+    eventually(lambda: not reading_threads(), "the end of the thread")
+    assert clock.rests_ms[0] >= 4 * 30
 
 
 def test_only_the_streams_of_the_prefix_are_read(filled: Client) -> None:
