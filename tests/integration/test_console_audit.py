@@ -101,7 +101,7 @@ def test_other_services_have_no_names_in_their_token_files(tmp_path: Path) -> No
     assert [scopes for _, scopes in tokens.items()] == [frozenset({"name=ann"})], "a pattern of streams"
 
 
-# --- Who did it ---
+# --- The operator of an action ---
 
 
 def name_tokens(folder: Path, name: str) -> None:

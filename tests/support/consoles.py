@@ -199,7 +199,7 @@ WAYS: Mapping[str, Callable[[str, Path, Level], AbstractContextManager[Browser]]
     "bearer token": program,
     "authorize": lambda url, folder, level: authorized(url, level),
 }
-"""How a console knows who sends a request, and what opens one for a viewer of this level."""
+"""How a console knows the sender of a request, and what opens one for a viewer of this level."""
 
 
 def pages_reached(browser: Browser, *starts: str, most: int = 200) -> dict[str, Page]:
