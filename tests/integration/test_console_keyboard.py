@@ -108,7 +108,7 @@ def test_each_page_opens_and_an_action_works_while_the_browser_runs_no_script(
         log_in(browser, "admin")
         for path in PAGES:
             visit(browser, f"{console.url}{path}")
-            assert browser.run("document.querySelector('main h1').innerText"), path
+            assert browser.run("document.querySelector('main h1').checkVisibility()"), path
             assert browser.run(IS_RUN) is False, path
         visit(browser, f"{console.url}/handler?name=shop.pay")
         type_into(browser, "#rate", "60/m")

@@ -48,7 +48,7 @@ def unknown_token(url: str, folder: Path) -> Iterator[Browser]:
 
 
 def viewer(way: str, level: Level | None, url: str, folder: Path) -> AbstractContextManager[Browser]:
-    """A viewer of this level; None for one that may see nothing."""
+    """A viewer of this level; None: a viewer without any level."""
     if way == "no token":
         return without_tokens(url)
     if level is not None:
@@ -90,7 +90,7 @@ def test_a_route_answers_viewers_of_its_level_and_above_however_they_are_known(
 
 
 def below(level: Level) -> list[tuple[str, Level]]:
-    """Viewers that lack just this level."""
+    """Viewers of the level below this one."""
     lower = Level(level - 1)
     return [*((way, lower) for way in WAYS), *([("no token", Level.PAYLOADS)] if level > Level.PAYLOADS else [])]
 

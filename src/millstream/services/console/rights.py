@@ -52,7 +52,7 @@ class Viewer:
 
 
 class ConsoleTokens(TokenStore):
-    """The tokens that a console accepts, each with a level, and with the name of who has it, written `name=ann`.
+    """The tokens that a console accepts, each with a level, and with the name of its owner, written `name=ann`.
 
     Several tokens may have the same name. An empty store requires no token.
     """
