@@ -56,8 +56,11 @@ def of(found: list[WorkerReport], name: str) -> WorkerReport:
 
 def test_a_worker_with_many_streams_has_one_row(client: Client, browser: Browser) -> None:
     add_streams(client)
-    (row,) = rows(browser.get("/workers"))
+    client.execute("XGROUP", "CREATECONSUMER", "in:7", HandlerKeys("shop", "pay", "in:7").group, "w-1")
+    row, idle = rows(browser.get("/workers"))
     assert without_ages(row) == ["w-0", "shop", "alive", "1", "0", "0", "150", "-", "-"]
+    assert without_ages(idle) == ["w-1", "shop", "alive", "1", "0", "0", "0", "-", "-"]
+    assert idle[8] == "-", "it has never got an entry"
 
 
 def test_a_row_has_the_leased_keys_the_code_and_the_drain_of_a_worker(client: Client, browser: Browser) -> None:

@@ -130,4 +130,6 @@ class _Workers:
 
 
 def _least(known: int | None, found: int | None) -> int | None:
-    return known if found is None else found if known is None else min(known, found)
+    if found is None or found < 0:  # Redis has -1 where the consumer has never got an entry
+        return known
+    return found if known is None else min(known, found)
