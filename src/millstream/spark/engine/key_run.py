@@ -20,6 +20,7 @@ from millstream.redis_client.resp import Arg
 unpack = msgspec.msgpack.Decoder(list[bytes]).decode
 """Unpacks the names and values of an entry."""
 
+_HEAD_BYTES = 32  # at most so many of a packed entry are the beginning of the list and its first name, if that is ours
 _pack = msgspec.msgpack.Encoder().encode
 _DELETED = _pack([REDRIVE_FIELD, b""])  # a deleted entry: meant for no handler, so it is skipped
 
@@ -33,7 +34,8 @@ class Entry:
 
     def add_copy_to(self, effects: Effects) -> None:
         """Add its id to the effects that complete it, if it may be the edited copy of a dead letter."""
-        if EDITED_FIELD in self.packed:  # most are not: they need not be unpacked for that
+        # Most are not: only what was redriven is looked at as a whole, and nothing is unpacked for that.
+        if REDRIVE_FIELD in self.packed[:_HEAD_BYTES] and EDITED_FIELD in self.packed:
             effects.add_copy(str(self.id))
 
 
