@@ -21,7 +21,7 @@ from tests.support.browser import Browser, Chromium
 from tests.support.console_browsing import await_login, log_in, press, record_reports, visit
 from tests.support.console_pages import EMPTY_PAGES, PAGES, fill_pages
 from tests.support.console_threads import ConsoleThread
-from tests.support.console_usability import is_readable, is_usable, opposite_windows
+from tests.support.console_usability import is_readable, is_usable, one_window, opposite_windows
 from tests.support.consoles import TOKENS, write_tokens
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
@@ -129,7 +129,7 @@ def test_each_page_is_as_usable_at_its_lowest_level(level: str, console: Console
         log_in(browser, level)
         for number, path in enumerate(shown):
             visit(browser, f"{console.url}{path}")
-            is_usable(browser, axe, path, opposite_windows(number))
+            is_usable(browser, axe, path, one_window(number))
 
 
 def test_each_page_is_as_usable_while_redis_is_empty_and_its_viewer_has_the_longest_name(

@@ -49,11 +49,13 @@ _WITHOUT_BUTTON = "Array.from(document.forms).filter(one => !one.querySelector('
 
 
 def opposite_windows(number: int) -> Sequence[Window]:
-    """Both widths and both colours in two windows; two successive numbers have all four.
-
-    For what is much like a page that all windows have shown.
-    """
+    """Both widths and both colours in two windows; two successive numbers have all four."""
     return WINDOWS[number % 2 :: 2]
+
+
+def one_window(number: int) -> Sequence[Window]:
+    """One window, each in its turn: for what all windows show with more on it."""
+    return WINDOWS[number % len(WINDOWS) :][:1]
 
 
 def is_usable(browser: Browser, axe: Axe, name: str, windows: Sequence[Window] = WINDOWS) -> None:
