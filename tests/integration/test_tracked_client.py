@@ -261,6 +261,10 @@ def test_keys_that_collections_no_longer_use_are_forgotten(client: Client, track
     for _ in range(5):
         sent_by(client, tracked, reads_of(["t"]))
     assert set(tracked._kept._keys) == {"t", "hash:t"}
+    for number in range(20):  # each time another command about the same key
+        sent_by(client, tracked, [("HMGET", "hash:t", f"x{number}")])
+    assert set(tracked._kept._keys) == {"hash:t"}
+    assert len(tracked._kept._keys["hash:t"].replies) <= 4
 
 
 def test_replies_are_right_after_an_outage_and_after_flushall() -> None:

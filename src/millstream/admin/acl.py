@@ -113,7 +113,7 @@ SCRIPTS: Mapping[str, str] = {
     "keys/route": f"{_QUEUES} {_GROUP} hset xgroup|setid",
     "keys/route_by_field": f"{_QUEUES} {_GROUP} hset xgroup|setid xrange",
     "partitions/close": "hmget hset type xinfo|stream",
-    "partitions/forward_entry": "get hget hset set xadd",
+    "partitions/forward_entry": "get hdel hget hset set xadd xdel",
     "master/end_lease": f"{_COMPLETED} hmget lindex lpos xack xpending",
     "partitions/is_drained": f"{_QUEUES} hmget lindex xpending xrange",
     "sink/read_decision": "hmget sadd",

@@ -4,6 +4,7 @@ An action is recorded before it begins and again when it ends. So nothing is cha
 whose process died has a record without a result.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,6 +20,8 @@ from millstream.redis_client.replies import mapping_of
 _MOST_RECORDS = 200_000  # two for each action
 _UNKNOWN = "unknown, it may have been done"
 _NOTHING_BEFORE = "0-0"
+_MORE = re.compile(r" and [0-9,]+ more$")
+"""Follows the first names in the record of an action on very many handlers."""
 _LATER_PAGE = 1_000
 _MOST_LATER = 50 * _LATER_PAGE
 """After so many records a result is no longer sought."""
@@ -50,7 +53,10 @@ class AuditRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class AuditFilter:
-    """Which actions: those of operators, and of actions, whose names begin so, and about this handler; "" for any."""
+    """Which actions: those of operators, and of actions, whose names begin so, and about this handler; "" for any.
+
+    An action on several handlers is about each of those that its record names.
+    """
 
     by: str = ""
     action: str = ""
@@ -61,7 +67,7 @@ class AuditFilter:
         return (
             one.by.startswith(self.by)
             and one.action.startswith(self.action)
-            and self.handler in ("", one.about.get("handler"))
+            and self.handler in ("", *_MORE.sub("", one.about.get("handler", "")).split(", "))
         )
 
 

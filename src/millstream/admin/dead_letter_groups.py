@@ -84,7 +84,7 @@ def _find(client: Client, app: str, handler: str, places: Sequence[tuple[str, st
     if not places:
         yield from queue.find(DeadLetterFilter(app=app, handler=handler))
     ids: dict[str, list[str]] = {}
-    for stream, letter_id in places:
+    for stream, letter_id in dict.fromkeys(places):
         ids.setdefault(stream, []).append(letter_id)
     for stream, some in ids.items():
         yield from queue.find(DeadLetterFilter(app=app, handler=handler, stream=stream, ids=tuple(some)))

@@ -127,7 +127,7 @@ def read_data(
         damage=_find_damage(client, [one.keys for one in found.handlers if one.problem is None]),
         due_ms=first_due_ms(client, streams),
         letters_since_ms=_oldest_letters_ms(client, found.handlers),
-        new_letters=_find_new_letters(client, found.handlers, server_time_ms(client) - TREND_MS),
+        new_letters=_find_new_letters(client, found.handlers, _whole_minute_ms(server_time_ms(client) - TREND_MS)),
         parked_since_ms=_oldest_parks_ms(client, found.handlers),
         queries=read_progress(client, _queries_of(found)),
         now_ms=server_time_ms(client),
@@ -186,6 +186,11 @@ def _oldest_letters_ms(client: Client, handlers: Sequence[HandlerReport]) -> dic
     return _earliest(
         (one.label, _ms_of(reply[1])) for one, reply in replies if not isinstance(reply, RedisError) and reply[1]
     )
+
+
+def _whole_minute_ms(at_ms: int) -> int:
+    """The beginning of that minute: within it the same calls are made, whose replies a TrackedClient keeps."""
+    return at_ms // 60_000 * 60_000
 
 
 def _find_new_letters(client: Client, handlers: Sequence[HandlerReport], start_ms: int) -> dict[str, NewLetters]:

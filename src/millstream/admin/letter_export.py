@@ -91,9 +91,15 @@ class LetterExport:
             if one.matches(self._wanted) and self._fingerprint in (None, fingerprint_of(one))
         ]
         self.count += len(lines)
-        size = sum(sum(map(len, one.letter.pairs if one.letter else one.pairs)) for one in found)
+        size = sum(map(_size_of, found))
         self._at_once = min(_MOST_AT_ONCE, max(1, _MOST_BYTES * len(found) // max(1, size)))
         return b"".join(lines)
+
+
+def _size_of(entry: DeadLetterEntry) -> int:
+    letter = entry.letter
+    pairs = entry.pairs if letter is None else (*letter.pairs, *(letter.pairs_before_edit or ()))
+    return sum(map(len, pairs))
 
 
 def _hidden(pairs: Sequence[bytes], redact: Redact) -> list[bytes]:

@@ -11,7 +11,7 @@ from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.handlers.handler import Handler
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
-from millstream.redis_client.pipelining import send_all
+from millstream.redis_client.pipelining import send_all, server_time_ms
 from millstream.redis_client.resp import Reply
 
 _DISCOVER_EVERY_MS = 10_000.0
@@ -66,7 +66,7 @@ def _is_paused(one: HandlerFigures) -> bool:
 
 def _count_held(client: Client, places: Sequence[HandlerKeys]) -> int:
     """How many messages are in the queues of keys that are parked or back off."""
-    count = 0
+    count, now_ms = 0, server_time_ms(client)
     for at in range(0, len(places), AT_ONCE):
         some = places[at : at + AT_ONCE]
         sizes = iter(
@@ -75,14 +75,14 @@ def _count_held(client: Client, places: Sequence[HandlerKeys]) -> int:
             )
         )
         for keys, parked, backing_off in zip(some, sizes, sizes, strict=True):
-            for names in _held_names(client, keys) if parked or backing_off else ():
+            for names in _held_names(client, keys, now_ms) if parked or backing_off else ():
                 lengths = present(send_all(client, [("LLEN", keys.queue(name)) for name in names]))
                 count += sum(length or 0 for length in lengths)
     return count
 
 
-def _held_names(client: Client, keys: HandlerKeys) -> Iterator[Sequence[bytes]]:
-    """The names of these queues, in parts."""
+def _held_names(client: Client, keys: HandlerKeys, now_ms: int) -> Iterator[Sequence[bytes]]:
+    """The names of these queues, in parts; without those whose back-off is over: an engine could process them."""
     cursor: Reply = b"0"
     while True:
         (found,) = present(send_all(client, [("HSCAN", keys.parked, cursor, "COUNT", _NAMES_AT_ONCE)]))
@@ -90,7 +90,8 @@ def _held_names(client: Client, keys: HandlerKeys) -> Iterator[Sequence[bytes]]:
         yield items[::2]
         if int(cursor) == 0:
             break
-    for first in itertools.count(0, _NAMES_AT_ONCE):
+    (due,) = present(send_all(client, [("ZCOUNT", keys.backoff, "-inf", now_ms)]))
+    for first in itertools.count(due or 0, _NAMES_AT_ONCE):
         (names,) = present(send_all(client, [("ZRANGE", keys.backoff, first, first + _NAMES_AT_ONCE - 1)]))
         yield names or ()
         if len(names or ()) < _NAMES_AT_ONCE:

@@ -13,7 +13,7 @@ from millstream.cli.engine_policy import Engine, EnginePolicy
 from millstream.cli.lag_reader import LagReader
 from millstream.clock import SYSTEM_CLOCK, Backoff, Clock
 from millstream.errors import ConfigError, MillstreamError, PipelineFailed
-from millstream.redis_client.formats import format_age
+from millstream.redis_client.formats import format_age, pluralize
 from millstream.worker.process.supervisor import describe_end
 
 logger = logging.getLogger(__name__)
@@ -72,6 +72,7 @@ class EngineSupervisor:
         self._is_killed = False
         self._changed_ms = self._started_ms = self._start_due_ms = 0.0
         self._spark_due_ms = float("-inf")
+        self._spark_has_failed = False
         self._last_lag = Waiting(0)
         self._stop_seconds: float | None = None
         self._backoff = Backoff(*_WAITS_MS)
@@ -160,9 +161,12 @@ class EngineSupervisor:
         if now_ms - self._started_ms > _STEADY_MS[self._engine]:
             self._short_runs = 0
             self._backoff.reset()
+            self._spark_has_failed = False
         self._short_runs += 1
-        if self._short_runs > _MAX_SHORT_RUNS[self._engine]:
-            times = f"{self._short_runs} times in a row soon after the start"
+        # A later try costs one start: no message is processed in it.
+        most = 0 if self._engine == "spark" and self._spark_has_failed else _MAX_SHORT_RUNS[self._engine]
+        if self._short_runs > most:
+            times = f"{pluralize(self._short_runs, 'time')} in a row soon after the start"
             self._give_up(PipelineFailed(f"{name} ended {times}; see its errors above"))
             return
         wait_ms = self._backoff.next_ms()
@@ -175,6 +179,7 @@ class EngineSupervisor:
         """Change to the workers for a while if Spark cannot run; raise the error if the workers cannot."""
         if self._engine == "workers":
             raise error
+        self._spark_has_failed = True
         self._spark_due_ms = self._clock.monotonic_ms() + _SPARK_PAUSE_MS
         pause = format_age(_SPARK_PAUSE_MS)
         self._change(

@@ -269,8 +269,10 @@ class DeadLetterQueue:
 
     def _find_by_id(self, keys: HandlerKeys, ids: Sequence[str]) -> Iterator[Sequence[tuple[bytes, list[bytes]]]]:
         exact = [str(EntryId.parse(letter_id)) for letter_id in ids]
-        replies = self._client.pipeline([("XRANGE", to_wire(keys.dead_letters), one, one) for one in exact])
-        yield [entry for reply in replies for entry in raise_if_error(reply)]
+        for at in range(0, len(exact), _PAGE):
+            some = exact[at : at + _PAGE]
+            replies = self._client.pipeline([("XRANGE", to_wire(keys.dead_letters), one, one) for one in some])
+            yield [entry for reply in replies for entry in raise_if_error(reply)]
 
 
 def _parse_entry(keys: HandlerKeys, letter_id: bytes, pairs: list[bytes]) -> DeadLetterEntry:

@@ -199,8 +199,8 @@ class ScheduleThreads:
             loop = ScheduleLoop(self._client, schedule, self._stopping)
             name = f"millstream-schedule-{schedule.name}"
             thread = threading.Thread(target=self._run, args=(loop,), name=name, daemon=True)
-            self._threads.append((schedule, thread))
             thread.start()
+            self._threads.append((schedule, thread))
 
     def stop(self) -> None:
         """Let the threads end after the firing that they publish."""

@@ -42,7 +42,7 @@ _SERVICE = re.compile(r"[A-Za-z0-9_.:-]{1,250}")
 
 def own_pairs(pairs: Sequence[bytes]) -> Sequence[bytes]:
     """Return the fields of an entry as its handler sees them: without the name of that handler, and of a timer."""
-    if pairs[0] != REDRIVE_FIELD:
+    if not pairs or pairs[0] != REDRIVE_FIELD:  # an entry that was trimmed while it was in flight has no field left
         return pairs
     return pairs[2:] if is_redriven(pairs) else pairs[4:]
 

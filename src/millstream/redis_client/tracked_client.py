@@ -116,9 +116,12 @@ class _Read(msgspec.Struct, frozen=True):
 
 
 class _KeptReply(msgspec.Struct):
+    """A reply: in which collection it was read, until when it is kept, and in which collection it was used last."""
+
     reply: Reply
     collection: int
     until_ms: float
+    last_used: int
 
 
 class _Key(msgspec.Struct):
@@ -126,13 +129,11 @@ class _Key(msgspec.Struct):
 
     * `last_id`: of a stream, its last generated id
     * `idle_until_ms`: until when its groups count as idle: no entry waits for any of them
-    * `last_used`: in which collection a reply was used
     """
 
     replies: dict[Command, _KeptReply] = {}
     last_id: bytes | None = None
     idle_until_ms: float = 0.0
-    last_used: int = 0
 
 
 class _KeptReplies:
@@ -145,12 +146,14 @@ class _KeptReplies:
         self._groups_since = 0
 
     def begin_collection(self, *, anew: bool) -> None:
-        """Begin the next collection, and forget the keys that the last ones have not used."""
+        """Begin the next collection, and forget the replies that the last ones have not used."""
         self._collection += 1
         if anew:
             self._groups_since = self._collection
         oldest = self._collection - _UNUSED_COLLECTIONS
-        self._keys = {key: one for key, one in self._keys.items() if one.last_used >= oldest}
+        for known in self._keys.values():
+            known.replies = {name: one for name, one in known.replies.items() if one.last_used >= oldest}
+        self._keys = {key: known for key, known in self._keys.items() if known.replies}
 
     def forget(self, changed: set[str] | None) -> None:
         """Forget what is known of these keys; of all, for None."""
@@ -165,7 +168,7 @@ class _KeptReplies:
         kept = None if known is None else known.replies.get(read.command)
         if known is None or kept is None:
             return None
-        known.last_used = self._collection
+        kept.last_used = self._collection
         is_old = (read.kind == _STREAM or read.kind in _OF_GROUPS) and kept.collection < self._groups_since
         is_valid = kept.collection == self._collection or (not is_old and self._clock.monotonic_ms() < kept.until_ms)
         return kept.reply if is_valid else None
@@ -173,7 +176,6 @@ class _KeptReplies:
     def keep(self, read: _Read, reply: Reply) -> Reply:
         """Keep a reply of a tracked connection, as other connections have it (RESP2); return it."""
         known = self._keys.setdefault(read.key, _Key())
-        known.last_used = self._collection
         now_ms = self._clock.monotonic_ms()
         until_ms = now_ms + _KEPT_MS
         reply = _as_resp2(reply)
@@ -187,7 +189,7 @@ class _KeptReplies:
             known.idle_until_ms = now_ms + GROUPS_MS if _are_idle(map(mapping_of, reply), known.last_id) else 0.0
         if read.kind in _OF_GROUPS:
             until_ms = known.idle_until_ms
-        known.replies[read.command] = _KeptReply(reply, self._collection, until_ms)
+        known.replies[read.command] = _KeptReply(reply, self._collection, until_ms, self._collection)
         return reply
 
 

@@ -33,6 +33,9 @@ REFRESH_S = (5, 15, 60)
 """The intervals, in seconds, at which a page may reload itself."""
 
 
+_SEARCHED = frozenset(("before", "by", "action", "handler"))
+"""Parameters of the audit with which one read may look through thousands of records."""
+
 _MOST_SHARED = 50
 _HANDLERS_MS = 10_000.0
 """How long the names of handlers are kept, in milliseconds."""
@@ -169,8 +172,9 @@ class PageRequest:
 
     @property
     def renew_ms(self) -> float | None:
-        """How often the open page renews its figures, in milliseconds; None for never."""
-        return self.live_ms if self.refresh_s is None else None
+        """How often the open page renews its figures, in milliseconds; None for never, as for an older part of the audit."""
+        is_search = self.path == "/audit" and not _SEARCHED.isdisjoint(self.query)
+        return None if is_search or self.refresh_s is not None else self.live_ms
 
     def audit(self, action: str, **about: str) -> AbstractContextManager[RunningAction]:
         """Record an action while it runs (AuditLog.action)."""

@@ -209,12 +209,14 @@ class AsyncRunner(_Start):
         if self._permits is None:
             return await self._steps.run_async(message, state)
         # In threads, so that the loop does not wait for Redis: the other runs go on.
+        delivery.asks = True  # also while it waits for a thread
         asked = self._permit_threads.submit(self._permits.take, delivery, message)
         try:
             permit = await asyncio.wrap_future(asked)
         except asyncio.CancelledError:
             # The thread may be asking, and be granted the permit: without this it would be held as long as the lease.
-            asked.add_done_callback(partial(self._permits.give_back_granted, delivery))
+            delivery.asks = delivery.asks and not asked.cancelled()
+            self._permit_threads.submit(self._permits.give_back_granted, delivery, asked)
             _end_cancellation()
             return self._permits.unanswered(message)
         if not isinstance(permit, Share):
@@ -223,8 +225,11 @@ class AsyncRunner(_Start):
             return await self._steps.run_async(message, state)
         finally:
             self._finish(delivery)
-            in_thread = partial(asyncio.get_running_loop().run_in_executor, self._permit_threads)
-            await in_thread(self._permits.give_back, delivery, permit)
+            returned = asyncio.wrap_future(self._permit_threads.submit(self._permits.give_back, delivery, permit))
+            try:
+                await asyncio.shield(returned)
+            except asyncio.CancelledError:  # the run was over: only the wait for Redis was cancelled
+                _end_cancellation()
 
 
 def _end_cancellation() -> None:

@@ -39,6 +39,24 @@ class RunPermits:
         Its run begins when this returns: the question counts for no time limit. With `at_once`, a reserved permit is
         asked for again: it may have ended meanwhile, since Redis keeps none for longer than a run lasts.
         """
+        delivery.asks = True
+        try:
+            permit = self._take(delivery, message)
+        finally:
+            delivery.state_since_ms = self._clock.monotonic_ms()
+            delivery.asks = False
+        # The watchdog first ends the lease, then looks whether the run asks; this is the opposite order, so that one of
+        # the two sees the other.
+        if not isinstance(permit, Share) or not lease_of(delivery).expired:
+            return permit
+        delivery.asks = True
+        try:
+            self.give_back(delivery, permit)
+        finally:
+            delivery.asks = False
+        return self._permits.refusal_of(permit, _RETRY_MS)
+
+    def _take(self, delivery: Delivery, message: Message) -> Share | RetryLater | DeadLettered:
         reserved = self._reserved.pop(delivery, None)
         if reserved is not None and self._permits.limit.at_once is None:
             return reserved  # of the rate alone, which no other message gets back
@@ -47,12 +65,9 @@ class RunPermits:
         share = self._permits.share_of(message)
         if isinstance(share, DeadLettered):
             return share
-        delivery.asks = True
-        try:
-            return self._ask(delivery, message, share)
-        finally:
-            delivery.state_since_ms = self._clock.monotonic_ms()
-            delivery.asks = False
+        if lease_of(delivery).expired:  # while it waited for a thread: another worker may run the key by now
+            return self._permits.refusal_of(share, _RETRY_MS)
+        return self._ask(delivery, message, share)
 
     def reserve(self, delivery: Delivery, message: Message) -> RetryLater | DeadLettered | None:
         """Take a permit for a message that runs later; return None if it may, else the outcome of the message."""
@@ -73,7 +88,7 @@ class RunPermits:
         return share if isinstance(share, DeadLettered) else self._permits.refusal_of(share, _RETRY_MS)
 
     def give_back_granted(self, delivery: Delivery, asked: Future[Share | RetryLater | DeadLettered]) -> None:
-        """Return the permit that `take` has granted to a run that was cancelled meanwhile."""
+        """Wait for `take` of a run that was cancelled meanwhile, and return the permit if it was granted."""
         if not asked.cancelled() and asked.exception() is None and isinstance(share := asked.result(), Share):
             self.give_back(delivery, share)
 
@@ -83,11 +98,6 @@ class RunPermits:
         # Waits as if it was refused: the release of its lease is repeated until Redis answers, or raises the error.
         except (OutOfMemory, StaleOwner, Unavailable) as error:
             logger.debug("no permit for %s of %s: %s; retrying", delivery.id.decode(), message.stream, error)
-            wait_ms = _RETRY_MS
-        if (
-            wait_ms == 0 and lease_of(delivery).expired
-        ):  # Redis was silent for so long: another worker may run the key now
-            self.give_back(delivery, share)
             wait_ms = _RETRY_MS
         return share if wait_ms == 0 else self._permits.refusal_of(share, wait_ms)
 

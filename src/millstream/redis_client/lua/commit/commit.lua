@@ -387,10 +387,6 @@ while at < #ARGV and not failure do
     end
     at = at + items
   end
-  if accepted and not failure then
-    for i = copies_at + 1, copies_at + copies do end_resend(ARGV[i]) end
-  end
-
   if accepted then
     if value then
       try('HSET', KEYS[3], field, value)
@@ -407,6 +403,7 @@ while at < #ARGV and not failure do
       complete_entry(last, offset_field, is_beyond(last))
     end
     if not failure then
+      for i = copies_at + 1, copies_at + copies do end_resend(ARGV[i]) end -- last: what fails leaves the dead letter
       if up_to then
         cancel_rest(offset_field, cancels, last, up_to, committed_id)
       elseif cancels == '-' then

@@ -32,12 +32,21 @@ local function keep(key, ms)
   if left_ms < ms then redis.call('PEXPIRE', key, string.format('%.0f', ms)) end
 end
 
-if redis.call('HEXISTS', permits, holder) == 1 then
-  keep(permits, hold_ms) -- the run may begin only now
-  return 0
+local now, rate = precise_now_ms(), rate_of(value)
+
+local function hold()
+  redis.call('HSET', permits, holder, ARGV[8] == '1' and name or string.format('t%.0f', now + hold_ms))
+  keep(permits, hold_ms)
 end
 
-local now, rate = precise_now_ms(), rate_of(value)
+local held = redis.call('HGET', permits, holder)
+if held and not is_over(holder, held, now) then
+  hold() -- the run may begin only now
+  return 0
+elseif held then
+  redis.call('HDEL', permits, holder)
+end
+
 local waited = redis.call('ZSCORE', limited, name)
 local queue = waited and 'again' or 'tail'
 local free_at, last_takes_ms, behind = 0, 0, 0
@@ -60,10 +69,7 @@ if not waited then free = free - expected(value, now, now) end
 redis.call('ZREM', limited, name)
 
 if free >= 1 then
-  if at_once ~= '' then
-    redis.call('HSET', permits, holder, ARGV[8] == '1' and name or string.format('t%.0f', now + hold_ms))
-    keep(permits, hold_ms)
-  end
+  if at_once ~= '' then hold() end
   if takes_ms and takes_ms > 0 then
     -- A key that waited asks a little late. The rate does not lose that time.
     local at = math.max(free_at, waited and now - CATCH_UP_MS or now) + takes_ms

@@ -16,6 +16,10 @@ if known then return known end
 local needed = redis.call('HGET', KEYS[2], 'generation')
 if needed and tonumber(needed) > tonumber(ARGV[1]) then return redis.error_reply('CLOSED ' .. needed) end
 local first = 4 + tonumber(ARGV[3])
+if first > 4 then -- keys of another type are refused before the entry is added: it would be added again each time
+  redis.call('XDEL', KEYS[4], '0-0')
+  redis.call('HDEL', KEYS[5], '')
+end
 local id = redis.call('XADD', KEYS[1], '*', unpack(ARGV, first)) -- first, as it may be refused
 if first > 4 then
   local letter = redis.call('XADD', KEYS[4], '*', unpack(ARGV, 4, first - 1))

@@ -36,7 +36,8 @@ def overview_of(page: PageRequest) -> Overview:
             client.begin_collection(anew=not page.is_renewal)
             return read_overview(client)
 
-    found: Overview = page.shared.get("overview", page.now_ms, read, keep_ms=_KEEP_MS)
+    name = "renewed overview" if page.is_renewal else "overview"
+    found: Overview = page.shared.get(name, page.now_ms, read, keep_ms=_KEEP_MS)
     return found
 
 

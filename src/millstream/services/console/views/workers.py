@@ -48,6 +48,7 @@ def workers(page: PageRequest) -> Response:
         long_runs=[page.display.text(one.describe(page.now_ms)) for one in inspection.long_runs] if inspection else [],
         services=[found] if found else services,
         asked=asked,
+        most_services=_MOST_SERVICES,
         most=_PAGE,
     )
 
