@@ -194,6 +194,15 @@ def test_a_message_that_was_trimmed_while_in_flight_can_still_be_acknowledged(
     assert acknowledge(client, delegator, "c1", first) == (True, [second])
 
 
+def test_a_message_that_was_trimmed_while_in_flight_can_still_fail(
+    client: Client, registry: Registry, delegator: Delegator
+) -> None:
+    first, second = publish(client, "A", "A")
+    join(delegator, registry, "c1")
+    client.execute("XDEL", STREAM, first)
+    assert delegator.fail("c1", first, "nonsense", retry=False) == ("dead-letter", [second])
+
+
 def test_no_change_of_a_registration_undoes_another(client: Client, registry: Registry, delegator: Delegator) -> None:
     join(delegator, registry, "c1")
     found = registry.get("c1")

@@ -63,6 +63,8 @@ def test_messages_of_keys_that_no_engine_would_run_now_do_not_count(
     assert waiting.count(1_000) == Waiting(4), "of E and F, which are leased"
     worker.release_leases([LeaseRelease(leases[name], "return") for name in (b"kD", b"kE")])
     assert waiting.count(1_000) == Waiting(4)
+    client.execute("ZADD", KEYS.backoff, "XX", "1", b"kA")  # its back-off is over: the next engine that looks runs it
+    assert waiting.count(1_000) == Waiting(6)
 
 
 def test_a_lag_that_redis_does_not_know_is_counted_on_where_messages_of_parked_keys_are_among_it(

@@ -127,7 +127,7 @@ def test_where_spark_cannot_run_the_workers_take_over(
     assert causes == [f"{cause}; the workers take over, and Spark is tried again in 10 min if the lag needs it"]
 
 
-def test_spark_is_tried_again_after_ten_minutes_on_the_workers(
+def test_spark_is_tried_again_after_ten_minutes_on_the_workers_each_time_by_one_start(
     stopping: threading.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lag_reader, "REST", 0)  # a reading during which the clock leaps has not taken long
@@ -136,11 +136,11 @@ def test_spark_is_tried_again_after_ten_minutes_on_the_workers(
     endless.write_text("import time\ntime.sleep(1_000_000)\n")
 
     class Policy(EnginePolicy):
-        """Lets the ten minutes pass at its third decision on the workers."""
+        """Lets ten minutes pass at each third decision on the workers."""
 
         def decide(self, lag: Waiting | None, engine: Engine, since_ms: float) -> Engine:
             decided.append(engine)
-            if decided.count("workers") == 3:
+            if engine == "workers" and decided.count("workers") % 3 == 0:
                 clock.sleep_ms(600_000)
             return super().decide(lag, engine, since_ms)
 
@@ -148,16 +148,20 @@ def test_spark_is_tried_again_after_ten_minutes_on_the_workers(
         starts.append(engine)
         if engine == "workers":
             return ("worker", str(endless))
-        return REFUSED if starts.count("spark") == 1 else ENDS_IN_ORDER
+        return FAILS if starts.count("spark") <= 5 else ENDS_IN_ORDER
 
     def lag() -> Waiting:
         stopping.wait(0.01)
         return Waiting(11)
 
     policy = Policy(spark_above=10, workers_below=5, minimum_ms=0)
-    supervisor(lag, arguments, clock=clock, policy=policy).run(stopping)
-    assert starts == ["spark", "workers", "spark"]
-    assert decided.count("workers") > 3
+    def on_event(event: Mapping[str, Any]) -> None:
+        if event["event"] == "restarting":
+            clock.sleep_ms(30_000)
+
+    supervisor(lag, arguments, on_event, clock, policy).run(stopping)
+    assert starts == [*["spark"] * 4, "workers", "spark", "workers", "spark"]
+    assert decided.count("workers") > 6
 
 
 def test_a_process_that_cannot_be_started_is_tried_again_and_the_change_is_reported_once_it_runs(

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextvars import copy_context
-from functools import partial
 from queue import Empty
 from typing import Any
 
