@@ -484,7 +484,7 @@ def test_every_delayed_message_is_reached_page_by_page_and_one_of_the_last_page_
         path = next((one for one in page.links if "after=" in one and "refresh" not in one), None)
     assert seen == [one.id for one in DelayedMessages(client).find("later", limit=1_000)]
     assert len(seen) == 210
-    assert "210 wait. These are due later than those before: the first ones." in page.text
+    assert "210 messages wait. These are due later than those before: the first ones." in page.text
     question = browser.send(page, "/delayed/cancel")
     assert "after=" in next(one for one in question.links if one.startswith("/delayed?stream=later"))
     page = browser.send(question, "/delayed/cancel")

@@ -30,6 +30,7 @@ pytestmark = [pytest.mark.cli]
 
 KEYS = HandlerKeys("shop", "pay", "orders")
 HOUR_MS = 3_600_000.0
+LETTERS = "/letters?handler=shop.pay"
 FAILING = "/key?handler=shop.pay&stream=orders&key=failing+x"
 IS_RUN = "!(document.getElementById('renewal') ?? {hidden: true}).hidden"
 """Whether the script of the page has run, which shows the button that holds its figures."""
@@ -76,7 +77,7 @@ def test_an_operator_does_an_action_of_each_kind_by_keyboard_alone(
         press_at(browser, "form[action='/key/skip'] button", "Space", until="becomes a dead letter")
         press_at(browser, "main button.grave", "Enter", until="The first message is a dead letter now.")
         # a page of fields, and its question
-        visit(browser, f"{console.url}{PAGES[4]}")
+        visit(browser, f"{console.url}{LETTERS}")
         press_at(browser, "td a[href*='id=2-0']", "Enter", until="Edit and redrive it")
         press_at(browser, "a[href^='/letter/edit']", "Enter", until="A copy with these fields")
         reach(browser, "textarea")
@@ -84,12 +85,12 @@ def test_an_operator_does_an_action_of_each_kind_by_keyboard_alone(
         press_at(browser, "main form button", "Space", until="Yes, do it")
         press_at(browser, "main button.grave", "Enter", until="redriven")
         # a question that has to be answered in writing
-        visit(browser, f"{console.url}{PAGES[4]}")
+        visit(browser, f"{console.url}{LETTERS}")
         press_at(browser, "form[action='/letters/purge'] button", "Enter", until="Yes, do it")
         reach(browser, "#confirm")
-        browser.command("Input.insertText", text="1")
+        browser.command("Input.insertText", text="2")  # that of the copy stays until the copy is committed
         press_key(browser, "Enter")
-        await_text(browser, "1 dead letter purged.")
+        await_text(browser, "2 dead letters purged.")
         # what opens and closes
         visit(browser, f"{console.url}/")
         reach(browser, "summary")

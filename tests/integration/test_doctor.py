@@ -513,7 +513,7 @@ def test_an_operator_checks_a_sample_of_many_streams_with_the_rights_of_its_role
         diagnosis = diagnose(client, max_streams=2)
     assert diagnosis.is_sample
     assert found(diagnosis, "access") == found(diagnosis, "data") == []
-    assert [one.severity for one in found(diagnosis, "dead-letters")] == ["warning"]
+    assert [one.severity for one in found(diagnosis, "dead-letters")] == ["problem"], "it is new"
 
 
 ERROR = LastError(error="RuntimeError: no", traceback="", attempts=2, blocks=True)

@@ -200,7 +200,7 @@ def test_a_message_that_was_trimmed_while_in_flight_can_still_fail(
     first, second = publish(client, "A", "A")
     join(delegator, registry, "c1")
     client.execute("XDEL", STREAM, first)
-    assert delegator.fail("c1", first, "nonsense", retry=False) == ("dead-letter", [second])
+    assert delegator.fail("c1", first, "nonsense", retry=False) == ("dead-letter", [second.encode()])
 
 
 def test_no_change_of_a_registration_undoes_another(client: Client, registry: Registry, delegator: Delegator) -> None:

@@ -155,6 +155,7 @@ def test_spark_is_tried_again_after_ten_minutes_on_the_workers_each_time_by_one_
         return Waiting(11)
 
     policy = Policy(spark_above=10, workers_below=5, minimum_ms=0)
+
     def on_event(event: Mapping[str, Any]) -> None:
         if event["event"] == "restarting":
             clock.sleep_ms(30_000)

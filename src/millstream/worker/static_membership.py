@@ -94,8 +94,11 @@ class StaticMembership:
 
     def release_name(self, name: str) -> None:
         """Release one of the names, as its worker has ended for good. May be repeated."""
+        self._report_code(0)  # the report names all workers: it is another one without this one
         self._release([name])
         self.names = [one for one in self.names if one != name]
+        if self.names:
+            self._report_code(HELD_MS)
 
     def record_end(self, incarnation: str, end: ProcessEnd) -> None:
         """Record in Redis how a process with one of the names has ended."""
