@@ -14,9 +14,12 @@ from tests.support.killed_drivers import KilledDriver
 from tests.support.waiting import eventually
 from tests.support.worker_processes import PrintFigures
 
-pytestmark = [pytest.mark.spark, pytest.mark.keys, pytest.mark.drivers, pytest.mark.faults]
+pytestmark = [
+    *(pytest.mark.spark, pytest.mark.keys, pytest.mark.drivers, pytest.mark.faults),
+    pytest.mark.skipif(not os.environ.get("MILLSTREAM_SOAK"), reason="a Spark of its own, started often: make soak"),
+]
 
-KILLS = 50 if os.environ.get("MILLSTREAM_SOAK") else 1
+KILLS = 50
 KEYS, EACH = 12, 40
 
 

@@ -21,7 +21,7 @@ from tests.support.browser import Browser, Chromium
 from tests.support.console_browsing import await_login, log_in, press, record_reports, visit
 from tests.support.console_pages import EMPTY_PAGES, PAGES, fill_pages
 from tests.support.console_threads import ConsoleThread
-from tests.support.console_usability import is_readable, is_usable, one_window, opposite_windows
+from tests.support.console_usability import is_readable, is_usable, one_window, opposite_windows, page_windows
 from tests.support.consoles import TOKENS, write_tokens
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
@@ -105,9 +105,9 @@ def test_each_page_keeps_its_policy_fits_its_window_has_contrast_and_labels_pass
         is_readable(browser, axe, "the login")
         record_reports(browser)
         log_in(browser, "admin")
-        for path in PAGES:
+        for number, path in enumerate(PAGES):
             visit(browser, f"{console.url}{path}")
-            is_usable(browser, axe, path)
+            is_usable(browser, axe, path, page_windows(number))
         visit(browser, f"{console.url}/handler?name=none.none", shows="main")
         is_readable(browser, axe, "a page that is not there")
         visit(browser, f"{console.url}/letters?handler=shop.pay")

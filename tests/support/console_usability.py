@@ -1,5 +1,6 @@
 """What each page of the console keeps for its users, whatever their window, colours, keyboard and screen reader."""
 
+import os
 from collections.abc import Sequence
 
 from tests.support.accessibility import Axe, unreached
@@ -51,6 +52,11 @@ _WITHOUT_BUTTON = "Array.from(document.forms).filter(one => !one.querySelector('
 def opposite_windows(number: int) -> Sequence[Window]:
     """Both widths and both colours in two windows; two successive numbers have all four."""
     return WINDOWS[number % 2 :: 2]
+
+
+def page_windows(number: int) -> Sequence[Window]:
+    """The windows for a page as such: opposite ones, and with full counts (`make soak`) all four."""
+    return WINDOWS if os.environ.get("MILLSTREAM_SOAK") else opposite_windows(number)
 
 
 def one_window(number: int) -> Sequence[Window]:
