@@ -19,7 +19,7 @@ from tests.support.commandline import call
 from tests.support.console_browsing import log_in, record_reports, send_form
 from tests.support.console_forms import FORMS, Form
 from tests.support.console_threads import ConsoleThread
-from tests.support.console_usability import is_usable, opposite_windows
+from tests.support.console_usability import is_usable, one_window
 from tests.support.consoles import WAYS, write_tokens
 from tests.support.waiting import eventually
 
@@ -143,7 +143,7 @@ def test_each_form_is_sent_by_mouse_and_leaves_what_its_command_leaves_and_each_
         for path, form in FORMS.items():
 
             def look_at_question(path: str = path) -> None:
-                is_usable(browser, axe, f"the question of {path}", opposite_windows(len(asked)))
+                is_usable(browser, axe, f"the question of {path}", one_window(len(asked)))
                 asked.append(path)
 
             for one in (client, other):
