@@ -97,9 +97,8 @@ def test_keys_of_a_killed_worker_go_on_elsewhere_once_their_leases_have_ended(
             ) as dying:
                 dying.ready()
                 expectations.publish_keys(1_500, 40, ms=5)
-                asleep_with_leases(dying, expectations)  # it commits nothing more, until it is killed
-                done = expectations.effect_count()
-                until_ms = leases_of(expectations, b"dying")  # they last for seconds yet: a kill may take long
+                # It commits nothing more, until it is killed. Its leases last for seconds yet: a kill may take long.
+                _, done, until_ms = asleep_with_leases(dying, expectations)
                 dying.kill_all()
                 killed_ms = server_time_ms(fresh_client)
                 eventually(expectations.drained, "the drain", log=heir.log)
@@ -138,7 +137,7 @@ def test_late_commits_of_a_worker_that_slept_past_its_lease_are_refused(
         workers.ready()
         for _ in range(10 if SOAK else 1):
             expectations.publish_keys(1_000, 50, ms=5)
-            victim = asleep_with_leases(workers, expectations)
+            victim, *_ = asleep_with_leases(workers, expectations)
             eventually(expectations.drained, "the other's drain, after the leases", log=workers.log)
             victim.resume()
             refused = workers.eventually_refused(beyond=refused)
@@ -146,23 +145,27 @@ def test_late_commits_of_a_worker_that_slept_past_its_lease_are_refused(
     print_figures(report, refused=refused)
 
 
-def asleep_with_leases(workers: RunningWorkers, expectations: KeyedExpectations) -> psutil.Process:
-    """Pause a worker that has leases, and still has them then."""
+def asleep_with_leases(
+    workers: RunningWorkers, expectations: KeyedExpectations
+) -> tuple[psutil.Process, int, dict[bytes, int]]:
+    """Pause a worker that has leases, and still has them then; return it, the number of effects, and its leases."""
     victim = workers.at_work(expectations)
     port = int(expectations.client.url.rpartition(":")[2].partition("/")[0])
 
-    def is_asleep() -> bool:
+    def asleep() -> tuple[int, dict[bytes, int]] | None:
         if expectations.drained():
             expectations.publish_keys(1_000, 50, ms=5)
         stop_and_await_silence(victim, port)
         expectations.drained()  # a round trip: Redis has executed the worker's earlier commands by now
-        if leases_of(expectations, owner_of(victim)):
-            return True
+        done = expectations.effect_count()
+        if leases := leases_of(expectations, owner_of(victim)):
+            return done, leases
         victim.resume()
-        return False
+        return None
 
-    eventually(is_asleep, "a worker stopped with leases", log=workers.log)
-    return victim
+    found = eventually(asleep, "a worker stopped with leases", log=workers.log)
+    assert found is not None
+    return victim, *found
 
 
 def owner_of(worker: psutil.Process) -> bytes:

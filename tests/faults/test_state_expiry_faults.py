@@ -34,20 +34,20 @@ class ExpiringExpectations(KeyedExpectations):
     def states_have_expired(self) -> bool:
         """Return whether all states have expired since the last commit."""
         last = self.client.execute("XREVRANGE", "out", "+", "-", "COUNT", 1)[0][0]
-        return now_ms(self.client) > EntryId.parse(last).ms + STATE_TTL_MS
+        return now_ms(self.client) >= EntryId.parse(last).ms + STATE_TTL_MS + 1
 
     def check_states(self, outputs: Sequence[Mapping[str, str]]) -> None:
         """Check the count of each message against that of the one before it in its key.
 
         It goes on if the message was committed before the state expired, and begins anew if the message was published
-        after that. Between the two the message may have begun before or after.
+        after the millisecond of that. Between the two the message may have begun before or after.
         """
         entries = self.client.execute("XRANGE", "out", "-", "+")
         last: dict[str, tuple[int, int]] = {}
         for row, (entry_id, _) in zip(outputs, entries, strict=True):
             committed_ms, count = EntryId.parse(entry_id).ms, int(row["count"])
             before, expires_ms = last.get(row["key"], (0, 0))
-            if EntryId.parse(row["id"]).ms >= expires_ms:
+            if EntryId.parse(row["id"]).ms > expires_ms:
                 assert count == 1, f"on a state that had expired at {expires_ms}: {row}"
                 self.begun_anew += before > 0
             elif committed_ms < expires_ms:

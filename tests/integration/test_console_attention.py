@@ -465,7 +465,7 @@ def settings_of_redis(client: Client, folder: Path) -> Iterator[Expected]:
         check="memory",
         severity="problem",
         sentence=r"Redis uses .* of maxmemory \(524,288 bytes\): at maxmemory it refuses writes: .*",
-        since_ms=full_ms - 1,
+        since_ms=full_ms - 1_000,
         measured=True,
         link="/redis",
         command="redis-cli ",
@@ -489,7 +489,9 @@ def info_of(client: Client) -> dict[str, str]:
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Consumers count as gone as soon as their name is free, and ages count from 0."""
+    """Consumers count as gone as soon as their name is free, and ages count from 0; no report ends within the test."""
+    for name in ("query_progress", "long_runs"):
+        monkeypatch.setattr(f"millstream.delivery.{name}.HELD_MS", 3_600_000)
     monkeypatch.setattr(inspection, "find_workers", partial(find_workers, idle_ms=0))
     page = import_module("millstream.services.console.views.overview")
     monkeypatch.setattr(page, "read_overview", partial(read_overview, old_ms=0))

@@ -38,7 +38,7 @@ def filled(client: Client) -> Client:
 @contextmanager
 def opened(client: Client, folder: Path, clock: ManualClock, wait_ms: float = HOUR_MS) -> Iterator[Browser]:
     """A browser at a console whose ranking has this clock, and therefore ends soon after the last page."""
-    names = StreamNames(client.url, wait_ms=HOUR_MS)
+    names = StreamNames(client.url, wait_ms=HOUR_MS, clock=ManualClock())
     ranking = StreamRanking(client.url, names, wait_ms=wait_ms, clock=clock)
     with console_with(client.url, folder, names=names, ranking=ranking) as (_, browser):
         yield browser
@@ -126,7 +126,9 @@ class RestingClock(ManualClock):
 
 def test_at_most_so_many_streams_a_second_are_read_and_none_once_no_page_asks(filled: Client) -> None:
     clock = RestingClock()
-    ranking = StreamRanking(filled.url, StreamNames(filled.url, wait_ms=HOUR_MS), wait_ms=HOUR_MS, clock=clock)
+    ranking = StreamRanking(
+        filled.url, StreamNames(filled.url, wait_ms=HOUR_MS, clock=ManualClock()), wait_ms=HOUR_MS, clock=clock
+    )
     before = commands_run(filled.execute)["xinfo|stream"]
     assert ranking.find("calls:", "entries").names[0] == "calls:x"
     eventually(lambda: not reading_threads(), "the end of the thread, as no page asks")
@@ -140,14 +142,18 @@ def test_at_most_so_many_streams_a_second_are_read_and_none_once_no_page_asks(fi
 def test_the_thread_rests_four_times_as_long_as_it_reads(filled: Client) -> None:
     clock = RestingClock()
     clock.step_ms = 30
-    ranking = StreamRanking(filled.url, StreamNames(filled.url, wait_ms=HOUR_MS), wait_ms=HOUR_MS, clock=clock)
+    ranking = StreamRanking(
+        filled.url, StreamNames(filled.url, wait_ms=HOUR_MS, clock=ManualClock()), wait_ms=HOUR_MS, clock=clock
+    )
     ranking.find("calls:00", "entries")
     eventually(lambda: not reading_threads(), "the end of the thread")
     assert clock.rests_ms[0] >= 4 * 30
 
 
 def test_only_the_streams_of_the_prefix_are_read(filled: Client) -> None:
-    ranking = StreamRanking(filled.url, StreamNames(filled.url, wait_ms=HOUR_MS), wait_ms=HOUR_MS, clock=ManualClock())
+    ranking = StreamRanking(
+        filled.url, StreamNames(filled.url, wait_ms=HOUR_MS, clock=ManualClock()), wait_ms=HOUR_MS, clock=ManualClock()
+    )
     before = commands_run(filled.execute)["xinfo|stream"]
     found = ranking.find("calls:00", "entries")
     assert found.ranked == 100

@@ -63,7 +63,11 @@ def test_a_worker_with_many_streams_has_one_row(client: Client, browser: Browser
     assert idle[8] == "-", "it has never got an entry"
 
 
-def test_a_row_has_the_leased_keys_the_code_and_the_drain_of_a_worker(client: Client, browser: Browser) -> None:
+def test_a_row_has_the_leased_keys_the_code_and_the_drain_of_a_worker(
+    client: Client, browser: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("NAME_LEASE_MS", "HELD_MS"):  # the test renews nothing
+        monkeypatch.setattr(f"millstream.worker.static_membership.{name}", 3_600_000)
     keys_in_each_state(client)
     newer = msgspec.structs.replace(CODE, source="shop.py 4567cdef", version="1.3.0")
     StaticMembership(client, "shop", "w", handlers={"pay": CODE, "plain": CODE}).acquire(1)

@@ -130,6 +130,7 @@ def test_a_message_that_asks_for_a_permit_until_its_lease_expires_does_not_begin
         return copy_of(message)
 
     monkeypatch.setattr(KeyedStream, "take_permit", slow_call)
+    monkeypatch.setattr(KeyedStream, "recover_leases", lambda *_: (0, 0))  # else it may get a second lease on the key
     handler = make(either(handle, kind), key="key", limit=Limit(per="tenant", at_once=1), time_limit_ms=600_000)
     publish(client, 1, "a")
     port = int(client.url.rpartition(":")[2].partition("/")[0])

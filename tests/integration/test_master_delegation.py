@@ -350,7 +350,7 @@ def test_every_ticket_is_on_a_page_and_the_tickets_are_searched_for_once(
     client.pipeline([("XADD", STREAM, "*", "ticket_id", f"T{number:05}") for number in range(tickets)])
     while delegator.group_stream.enqueue_new(count=1_000, max_pending=100_000):
         pass
-    views = Queries(client, registry, SETTINGS)
+    views = Queries(client, registry, SETTINGS, clock=ManualClock())
     scripts_before = scripts_run(client)
     shown, cursor, pages = [], None, 0
     while cursor or not pages:

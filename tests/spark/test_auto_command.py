@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import psutil
 import pytest
 
 from millstream.redis_client.client import Client
@@ -67,4 +68,12 @@ def kill_child(app: Automatic) -> None:
     before = app.done()
     app.publish(BACKLOG // 20)
     eventually(lambda: app.done() > before, "an engine at work", log=app.errors)
-    app.child().kill()
+
+    def is_killed() -> bool:
+        try:
+            app.child().kill()
+        except psutil.NoSuchProcess:  # the command has stopped it meanwhile
+            return False
+        return True
+
+    eventually(is_killed, "an engine to kill", log=app.errors)

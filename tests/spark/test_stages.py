@@ -132,8 +132,8 @@ def test_a_stage_that_fails_is_restarted_and_stops_with_the_rest(pipelines: Pipe
     with pipelines.running(app) as background:
         eventually(lambda: "ValueError: seven" in [event.get("reason") for event in pipelines.events], "it")
         eventually(lambda: "ValueError: seven" in reported(pipelines, "copy").last_failure, "its failure in Redis")
-        eventually(lambda: reported(pipelines, "copy").failures, "their number")
-        failed = reported(pipelines, "copy")
+        failed = eventually(lambda: one if (one := reported(pipelines, "copy")).failures else None, "their number")
+        assert failed is not None
         assert began_ms <= (failed.failing_since_ms or 0) <= time.time() * 1000
         mended.touch()
         eventually(lambda: "the table is away" in str(pipelines.events), "its failure to begin anew")

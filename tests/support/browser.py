@@ -29,6 +29,7 @@ _FLAGS = (
     "--no-default-browser-check",
     "--no-proxy-server",
     "--remote-debugging-port=0",
+    "--allow-pre-commit-input",  # else keys and clicks before the first paint of a page are dropped
 )
 
 

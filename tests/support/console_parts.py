@@ -12,6 +12,7 @@ from millstream.services.console.redrive_threads import RedriveThreads
 from millstream.services.console.rights import ConsoleTokens
 from millstream.services.console.stream_names import StreamNames
 from millstream.services.console.stream_ranking import StreamRanking
+from tests.support.clocks import ManualClock
 from tests.support.consoles import Browser, client_of, write_tokens
 
 HOUR_MS = 3_600_000.0
@@ -24,7 +25,7 @@ def console_with(
     """A console with these parts, and a browser that has logged in with the token of `level`."""
     tokens, clients = ConsoleTokens(), ClientPool(url)
     tokens.read(write_tokens(folder))
-    names = names or StreamNames(url, wait_ms=HOUR_MS)
+    names = names or StreamNames(url, wait_ms=HOUR_MS, clock=ManualClock())
     others = {"ranking": StreamRanking(url, names, wait_ms=HOUR_MS), "redrives": RedriveThreads(url)}
     guard = make_guard(clients, tokens, None)
     parts = ConsoleParts(clients=clients, guard=guard, names=names, **{**others, **given})

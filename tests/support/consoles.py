@@ -19,14 +19,20 @@ from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.expiring_members import hold_members
 from millstream.delivery.keyed_stream import KeyedStream, LeaseRelease
 from millstream.delivery.last_error import LastError
-from millstream.delivery.long_runs import LongRun, report_long_runs
+from millstream.delivery.long_runs import LongRun
 from millstream.delivery.pause import Pause
 from millstream.delivery.redrive_reports import RedriveReport
 from millstream.delivery.running_code import report_code
 from millstream.handlers.dead_letter import DeadLetter
 from millstream.producer import Producer
 from millstream.redis_client.client import Client
-from millstream.redis_client.key_names import HandlerKeys, live_workers_key, redrive_reports_key, worker_name_key
+from millstream.redis_client.key_names import (
+    HandlerKeys,
+    live_workers_key,
+    long_runs_key,
+    redrive_reports_key,
+    worker_name_key,
+)
 from millstream.redis_client.pipelining import server_time_ms
 from millstream.services.console import Level, console_app
 from tests.support.keyed_fixtures import joined_by_field
@@ -266,7 +272,7 @@ def fill_with(client: Client, secret: str) -> KeyedStream:
         started_ms=server_time_ms(client) - 90_000,
         time_limit_ms=600_000,
     )
-    report_long_runs(client, "shop", [run])
+    hold_members(client, 3_600_000, {long_runs_key("shop"): [run]})  # as report_long_runs does, for longer
     cause = f"ValueError: {secret}"
     redrive = RedriveReport(
         id="1700000000000-0", by="ann", rate=0.5, began_ms=1_700_000_000_000, letters=11, tried=5, redriven=2, unknown=2

@@ -1,5 +1,6 @@
 """Processes that a signal stops, and the moment from which Redis gets nothing more from them."""
 
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -21,8 +22,11 @@ def stop_and_await_silence(process: psutil.Process, port: int) -> None:
 
 
 def _states_of(process: psutil.Process) -> set[str]:
-    stats = [one.read_text() for one in Path(f"/proc/{process.pid}/task").glob("*/stat")]
-    return {one.rpartition(")")[2].split()[0] for one in stats}
+    states: set[str] = set()
+    for one in Path(f"/proc/{process.pid}/task").glob("*/stat"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
+            states.add(one.read_text().rpartition(")")[2].split()[0])
+    return states
 
 
 def _unread_bytes(process: psutil.Process, port: int) -> int:
