@@ -2,7 +2,6 @@
 
 import os
 import random
-import time
 from pathlib import Path
 
 import pytest
@@ -34,11 +33,7 @@ def test_kills_on_spark_leave_each_key_with_its_dead_message_and_all_after_it_ca
     options = ("--max-per-batch", "100")
     with Driver(f"{APPS}/worker_app.py:canceling", url=fresh_client.url, folder=tmp_path, options=options) as driver:
         nemesis = KilledDriver(driver, chance, cores=(1, 2))
-        nemesis.start()
-        while nemesis.killed < KILLS:
-            nemesis.await_runs(expectations.publish_more)
-            time.sleep(chance.random() / 3)  # a kill at any point
-            nemesis.kill()
+        nemesis.run(KILLS, expectations.publish_more)
         eventually(expectations.is_done_on_spark, f"the drain; seed {seed}", log=driver.errors)
         later = expectations.publish_later()
         eventually(expectations.is_done_on_spark, f"the drain of later messages; seed {seed}", log=driver.errors)

@@ -2,7 +2,6 @@
 
 import os
 import random
-import time
 from pathlib import Path
 
 import pytest
@@ -43,11 +42,7 @@ def test_timers_come_once_and_never_early_or_not_at_all_while_drivers_and_tasks_
     options = ("--max-per-batch", "100")
     with Driver(f"{APPS}/worker_app.py:timed", url=fresh_client.url, folder=tmp_path, options=options) as driver:
         nemesis = KilledDriver(driver, chance, cores=(1, 2))
-        nemesis.start()
-        while nemesis.killed < KILLS:
-            nemesis.await_runs(expectations.publish_more)
-            time.sleep(chance.random() / 3)  # a kill at any point
-            nemesis.kill()
+        nemesis.run(KILLS, expectations.publish_more)
         expectations.publish_last()
         eventually(expectations.drained, f"the last timer; seed {seed}", log=driver.errors)
         report = expectations.check_timers(driver.errors)

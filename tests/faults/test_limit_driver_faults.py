@@ -2,7 +2,6 @@
 
 import os
 import random
-import time
 from pathlib import Path
 
 import pytest
@@ -34,11 +33,7 @@ def test_a_limit_is_never_exceeded_while_drivers_and_tasks_are_killed(
     expectations.publish_more()
     with Driver(f"{APPS}/worker_app.py:tenants", url=fresh_client.url, folder=tmp_path) as driver:
         nemesis = KilledDriver(driver, chance, cores=(CORES,))
-        nemesis.start()
-        while nemesis.killed < KILLS:
-            nemesis.await_runs(expectations.publish_more, expectations.end_permits)
-            time.sleep(chance.random() / 3)  # a kill at any point
-            nemesis.kill()
+        nemesis.run(KILLS, expectations.publish_more, expectations.end_permits)
         eventually(expectations.drained, f"the last message; seed {seed}", log=driver.errors)
         report = expectations.check_at_once(nemesis.alive_ms, driver.errors)
         assert driver.stop() == 0

@@ -1,6 +1,7 @@
 """A driver whose processes are killed, now a Python worker, now the driver itself, while its tasks run messages."""
 
 import random
+import time
 from collections.abc import Callable
 
 import psutil
@@ -27,12 +28,20 @@ class KilledDriver:
         self._chance = chance
         self._cores = cores
 
-    def start(self) -> None:
+    def run(self, kills: int, publish: Callable[[], None], meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Start the driver, and kill so often, each time at any point once a task runs messages."""
+        self._start()
+        while self.killed < kills:
+            self._await_runs(publish, meanwhile)
+            time.sleep(self._chance.random() / 3)
+            self._kill()
+
+    def _start(self) -> None:
         """Start the driver."""
         cores = self._cores[self._driver.starts % len(self._cores)]
         self._driver.start("--spark-master", f"local[{cores},4]")
 
-    def await_runs(self, publish: Callable[[], None], meanwhile: Callable[[], None] = lambda: None) -> None:
+    def _await_runs(self, publish: Callable[[], None], meanwhile: Callable[[], None]) -> None:
         """Publish some more, and wait until a task runs messages."""
         before = self._written()
         publish()
@@ -47,12 +56,12 @@ class KilledDriver:
         # What the handlers have recorded of their runs: a commit would only show when a task has ended.
         return sum(one.stat().st_size for one in self._driver.folder.glob("events.*"))
 
-    def kill(self) -> None:
+    def _kill(self) -> None:
         """Kill a Python worker, or the driver, and wait until all that is killed has ended."""
         if self.killed % DRIVER_EVERY == 1:
             self._living_workers()
             self._driver.kill()
-            self.start()
+            self._start()
         else:
             await_end(eventually(self._kill_worker, "a Python worker to kill", log=self._driver.errors))
         self.killed += 1

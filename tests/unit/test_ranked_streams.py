@@ -5,27 +5,13 @@ import pytest
 from millstream.admin.reports import GroupReport, StreamReport
 from millstream.admin.stream_order import StreamOrder, known_lag
 from millstream.services.console.ranked_streams import MOST_RANKED, RankedStreams
+from tests.support.stream_reports import stream
 
 pytestmark = [pytest.mark.cli]
 
 
 def group(read: int | None, *, pending: int = 0, last: int = 50) -> GroupReport:
     return GroupReport(name="g", consumers=1, pending=pending, last_delivered_id=f"{last}-0", entries_read=read)
-
-
-def stream(name: str, added: int, *groups: GroupReport, first: int = 1, length: int | None = None) -> StreamReport:
-    """A stream to which so many entries were ever added, with consecutive ids."""
-    count = added if length is None else length
-    return StreamReport(
-        name=name,
-        length=count,
-        added=added,
-        first_id=f"{first}-0" if count else None,
-        last_id=f"{first + count - 1}-0" if count else None,
-        last_generated_id=f"{first + added - 1}-0",
-        oldest_age_ms=None,
-        groups=groups,
-    )
 
 
 def ranked(*found: StreamReport) -> RankedStreams:

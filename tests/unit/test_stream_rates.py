@@ -2,24 +2,10 @@
 
 import pytest
 
-from millstream.admin.reports import StreamReport
 from millstream.services.console.stream_rates import StreamRates
+from tests.support.stream_reports import stream
 
 pytestmark = [pytest.mark.cli]
-
-
-def stream(name: str, added: int, *, first: int = 1, length: int | None = None) -> StreamReport:
-    """A stream to which so many entries were ever added, with consecutive ids."""
-    count = added if length is None else length
-    return StreamReport(
-        name=name,
-        length=count,
-        added=added,
-        first_id=f"{first}-0" if count else None,
-        last_id=f"{first + count - 1}-0" if count else None,
-        last_generated_id=f"{first + count - 1}-0",
-        oldest_age_ms=None,
-    )
 
 
 def update(rates: StreamRates, read_ms: float, **added: int) -> dict[str, float | None]:

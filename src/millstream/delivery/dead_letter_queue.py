@@ -176,9 +176,9 @@ class DeadLetterQueue:
         nothing happens until it is iterated.
 
         Each is moved in one atomic step; one that was edited before goes with the commit of the new entry instead, as
-        after `redrive_edited`. One whose edited copy is under way stays. The entry begins with a field that names its handler, so that no other handler
-        of the stream processes it again. Interrupted at any point, or run twice at once, this neither loses nor doubles
-        one. An error of one letter or its stream stops no other redrive: that letter stays, and its `problem` says why.
+        after `redrive_edited`. One whose edited copy is under way stays. The entry begins with a field that names its
+        handler, so that no other handler of the stream processes it again. Interrupted at any point, or run twice at
+        once, this neither loses nor doubles one. An error of one letter or its stream stops no other redrive: that letter stays, and its `problem` says why.
         Any other error is raised once all letters are yielded that are known to be redriven. After Unavailable,
         up to 50 of the next ones may have been redriven, too: redrive them again, which is safe.
         """
@@ -243,19 +243,19 @@ class DeadLetterQueue:
         """Parse entries of a dead-letter stream, and add which of them have an edited copy that is under way."""
         entries = [_parse_entry(keys, letter_id, pairs) for letter_id, pairs in page]
         copies = self._copies_under_way(keys, [entry.letter_id for entry in entries])
-        return [replace(entry, copy_id=copies[entry.letter_id]) if copies else entry for entry in entries]
+        return [replace(entry, copy_id=copies.get(entry.letter_id, "")) for entry in entries]
 
     def _copies_under_way(self, keys: HandlerKeys, letter_ids: Sequence[str]) -> Mapping[str, str]:
-        """The ids of the edited copies of letters, "" for those without one; nothing at all if none of them has one."""
+        """The ids of the edited copies of those letters that have one."""
         marks = [f"l{one}" for one in letter_ids]
         found = self._client.execute("HMGET", to_wire(keys.resent), *marks) if marks else ()
-        if not any(found):
-            return {}
+        copies = {letter_id: copy.decode() for letter_id, copy in zip(letter_ids, found, strict=True) if copy}
         # A copy that was deleted from its stream, or trimmed, is under way no more.
-        there = self._client.pipeline([("XRANGE", to_wire(keys.stream), one or "0-0", one or "0-0") for one in found])
+        there = send_all(self._client, [("XRANGE", to_wire(keys.stream), copy, copy) for copy in copies.values()])
         return {
-            letter_id: "" if isinstance(entries, WrongType) or not raise_if_error(entries) else one.decode()
-            for letter_id, one, entries in zip(letter_ids, found, there, strict=True)
+            letter_id: copy
+            for (letter_id, copy), entries in zip(copies.items(), there, strict=True)
+            if not isinstance(entries, WrongType) and raise_if_error(entries)
         }
 
     def _find_since(self, keys: HandlerKeys, since_ms: int) -> Iterator[Sequence[tuple[bytes, list[bytes]]]]:
