@@ -359,6 +359,14 @@ def test_scripts_run_after_the_server_lost_them_in_a_pipeline_too(client: Client
     assert client.execute("EXISTS", "n0", "n1", "n2") == 3
 
 
+def test_calls_of_scripts_that_the_server_lacks_have_their_results_at_their_positions(client: Client) -> None:
+    script = Script("shared/hold_name")
+    client.execute("SCRIPT", "FLUSH")
+    calls = [Call(script.command((f"n{n}",), ("me", 60_000)), int) for n in range(2)]
+    assert list(client.run_all([calls[0], Call(("ECHO", "a"), bytes), calls[1]])) == [1, b"a", 1]
+    assert client.execute("EXISTS", "n0", "n1") == 2
+
+
 def test_threads_share_a_client_without_mixing_up_replies(client: Client) -> None:
     wrong: list[object] = []
 

@@ -8,6 +8,7 @@ from millstream.errors import Unavailable
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_tracking import KeyTracker
 from millstream.redis_client.resp import Push, RespConnection
+from millstream.redis_client.scripts import Script
 
 pytestmark = [pytest.mark.router]
 
@@ -41,3 +42,18 @@ def test_a_flushall_right_after_the_last_reply_is_tracked(millstream_url: str, m
             admin.execute("SET", key, "1")
         assert watch.changed() == set(KEYS)
         watch.close()
+
+
+def test_a_script_that_the_server_lacks_is_sent_with_its_text_and_its_keys_are_tracked(client: Client) -> None:
+    script = Script("commit/read_range")
+    watch = KeyTracker(client)
+    watch.changed()
+    for key in KEYS:
+        client.execute("XADD", key, "1-1", "a", "1")
+    client.execute("SCRIPT", "FLUSH")
+    commands = {key: script.command((key,), ("0-0", 10, 1_000, 1)) for key in KEYS}
+    assert {key: reply[1][0][0] for key, reply in watch.read(commands)} == dict.fromkeys(KEYS, b"1-1")
+    assert watch.changed() == set()
+    client.execute("XADD", KEYS[2], "2-1", "a", "1")
+    assert watch.changed() == {KEYS[2]}
+    watch.close()

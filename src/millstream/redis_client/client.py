@@ -47,7 +47,7 @@ from millstream.redis_client.resp import (
     pack_command,
     routing_key,
 )
-from millstream.redis_client.scripts import Script
+from millstream.redis_client.scripts import Script, with_text
 from millstream.redis_client.urls import Shard, url_of_node
 
 logger = logging.getLogger(__name__)
@@ -162,12 +162,15 @@ class Client:
     def run_all(self, calls: Sequence[Call[T]]) -> Iterator[T | RedisError]:
         """Make many calls, in few round trips; return an iterator of their results, or RedisErrors, in order.
 
-        All calls are sent at once; a reply is parsed when its result is read. Raises Unavailable if a connection
-        breaks, as `pipeline` does.
+        All calls are sent at once; a reply is parsed when its result is read. Scripts that the server lacks are sent
+        with their text, after the other calls. Raises Unavailable if a connection breaks, as `pipeline` does.
         """
         commands = [call.command for call in calls]
         pages = range(0, len(commands), _CALLS_PER_TRIP)
         replies = [reply for at in pages for reply in self.pipeline(commands[at : at + _CALLS_PER_TRIP])]
+        for index, reply in enumerate(replies):
+            if isinstance(reply, ScriptMissing):
+                (replies[index],) = self.pipeline([with_text(commands[index])])
         return (call.resolve(reply) for call, reply in zip(calls, replies, strict=True))
 
     def shard(self, key: Arg) -> Shard:

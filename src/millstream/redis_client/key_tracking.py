@@ -10,10 +10,12 @@ import select
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from millstream.errors import AccessDenied, CommandFailed, RedisError, Unavailable
+from millstream.errors import AccessDenied, CommandFailed, RedisError, ScriptMissing, Unavailable
+from millstream.redis_client.call import Call
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import from_wire, to_wire
 from millstream.redis_client.resp import Command, Node, Push, Reply, RespConnection, slot_of, slot_owners
+from millstream.redis_client.scripts import with_text
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +86,8 @@ class KeyTracker:
         """Send a read command about each key; yield key and reply, errors among them, in any order.
 
         A key that cannot be read over the tracked connections, as during a slot migration, is read through the client,
-        and counts as changed. Raises Unavailable if a connection breaks; then discard all replies.
+        and counts as changed. A script that the server lacks is sent with its text. Raises Unavailable if a connection
+        breaks; then discard all replies.
         """
         elsewhere: list[str] = []
         for node, batch in self._by_node(commands).items():
@@ -92,7 +95,7 @@ class KeyTracker:
             if connection is None:
                 elsewhere += batch
                 continue
-            for key, reply in zip(batch, connection.request([commands[key] for key in batch]), strict=True):
+            for key, reply in _read_over(connection, {key: commands[key] for key in batch}):
                 if isinstance(reply, Unavailable):
                     elsewhere.append(key)
                 else:
@@ -100,7 +103,8 @@ class KeyTracker:
         self._untracked.update(elsewhere)
         for start in range(0, len(elsewhere), _WINDOW):
             batch = elsewhere[start : start + _WINDOW]
-            yield from zip(batch, self._client.pipeline([commands[key] for key in batch]), strict=True)
+            calls = [Call(commands[key], _as_it_is) for key in batch]
+            yield from zip(batch, self._client.run_all(calls), strict=True)
 
     def _by_node(self, keys: Iterable[str]) -> dict[Node | None, list[str]]:
         if not self._owners:
@@ -141,6 +145,22 @@ class KeyTracker:
         if self._owners:
             return all(isinstance(reply, list) and slot_owners(reply) == self._owners for reply in replies)
         return replies == [b"OK"]
+
+
+def _as_it_is(reply: Reply) -> Reply:
+    return reply
+
+
+def _read_over(connection: "_TrackedConnection", commands: Mapping[str, Command]) -> Iterator[tuple[str, Reply]]:
+    """Yield each key and the reply to its command, that of a script last if the server had to be sent its text."""
+    again: dict[str, Command] = {}
+    for key, reply in zip(commands, connection.request(list(commands.values())), strict=True):
+        if isinstance(reply, ScriptMissing):
+            again[key] = with_text(commands[key])
+        else:
+            yield key, reply
+    if again:
+        yield from _read_over(connection, again)
 
 
 class _TrackedConnection:

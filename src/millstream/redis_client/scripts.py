@@ -40,3 +40,10 @@ class Script:
     def loading_command(self, keys: Sequence[Arg], args: Sequence[Arg]) -> Command:
         """The command that sends the text, runs the script, and leaves it loaded."""
         return ("EVAL", self.text, len(keys), *keys, *args)
+
+
+def with_text(command: Command) -> Command:
+    """The command that does what `Script.command` returned, on a server that lacks the script: see `loading_command`."""
+    script = known_scripts[command[1]]
+    assert isinstance(script, Script)
+    return ("EVAL", script.text, *command[2:])

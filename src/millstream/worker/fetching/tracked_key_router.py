@@ -9,7 +9,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from millstream.delivery.keyed_stream import READ_BYTES, KeyedStream
-from millstream.errors import RedisError, ScriptMissing, Unavailable
+from millstream.errors import RedisError, Unavailable
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_tracking import KeyTracker
 from millstream.worker.context import WorkerContext
@@ -219,8 +219,6 @@ class TrackedKeyRouter(KeyRouter):
             reply = replies[stream.stream]
             if read is None or isinstance(reply, Exception):
                 one_by_one.append(stream)
-                if isinstance(reply, ScriptMissing):  # the script did not run, so its key is not tracked
-                    more.append(stream.stream)
                 continue
             entries, unfit = read.parse(reply)
             if unfit and not entries:
