@@ -215,6 +215,7 @@ if os.environ.get("MILLSTREAM_TEST_ACL"):
     def millstream_url(millstream_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         """URL of the shared server, emptied for this test, for a user with least rights."""
         millstream_server.call("FLUSHALL")
+        millstream_server.call("SCRIPT", "FLUSH")
         # Making a consumer ahead of its first read is for programs of one's own; no command and no engine does it.
         millstream_server.call(*acl_rule("least", list(RoleName)).line.split(), "+xgroup|createconsumer", ">rights")
         admin_clients: dict[str, Client] = {}

@@ -122,7 +122,6 @@ def test_the_cost_of_idle_streams_does_not_grow_with_their_number(client: Client
     """Polling 500 streams twice a second, with the ten commands of a lease, would be 10,000 commands a second."""
     streams = 500
     publish(client, streams)
-    client.execute("SCRIPT", "FLUSH")  # as on a new server: a read that its script is missing for must not be due again
     handler = make(count, pattern="in*", key="key")
     with working(client, handler, policy=replace(CALM, threads=4)):
         eventually(lambda: client.execute("XLEN", "out") == 2 * streams)

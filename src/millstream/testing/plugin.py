@@ -26,8 +26,9 @@ def millstream_server() -> "Iterator[EmbeddedServer]":
 
 @pytest.fixture
 def millstream_url(millstream_server: "EmbeddedServer") -> str:
-    """URL of the shared server, emptied for this test."""
+    """URL of the shared server, emptied for this test: like a new one, it has no scripts either."""
     millstream_server.call("FLUSHALL")
+    millstream_server.call("SCRIPT", "FLUSH")
     return millstream_server.url
 
 
