@@ -107,7 +107,7 @@ class BalancerMachine(RuleBasedStateMachine):
         why: str,
     ) -> None:
         service = self.service(name)
-        before = len(dead(self.client))
+        before, announced = len(dead(self.client)), self.unread()
         late = [lease for other, lease in self.leases if other.consumer == name][-1 - (expired or 0) :][:1]
         changes: dict[str, Any] = {
             "max_new": max_new,
@@ -127,7 +127,7 @@ class BalancerMachine(RuleBasedStateMachine):
         assert len(found.added) <= max_new
         assert limit is None or found.held <= limit or not found.added
         assert {lease.stream: lease.token for lease in found.all_held} == self.tokens_of(name)
-        self.given_up(before)
+        self.given_up(before, announced)
         self.checked_share(found, limit)
         if gives and found.excess:
             assert moves > 0
@@ -143,9 +143,11 @@ class BalancerMachine(RuleBasedStateMachine):
         assert limit is None or found.share <= limit
         assert found.excess <= max(0, found.held - found.share)
 
-    def given_up(self, before: int) -> None:
+    def given_up(self, before: int, announced: Sequence[str]) -> None:
+        """After its dead letter a stream is open again only if it was announced once more, which was unread by then."""
         for letter in dead(self.client)[before:]:
-            self.open.discard(letter["stream"])
+            if not any(f'"{letter["stream"]}"' in text for text in announced):
+                self.open.discard(letter["stream"])
             self.returned.pop(letter["stream"], None)
 
     @rule(name=CONSUMER, stream=STREAM)

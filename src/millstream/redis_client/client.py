@@ -162,15 +162,12 @@ class Client:
     def run_all(self, calls: Sequence[Call[T]]) -> Iterator[T | RedisError]:
         """Make many calls, in few round trips; return an iterator of their results, or RedisErrors, in order.
 
-        All calls are sent at once; a reply is parsed when its result is read. Scripts that the server lacks are sent
-        with their text, after the other calls. Raises Unavailable if a connection breaks, as `pipeline` does.
+        All calls are sent at once; a reply is parsed when its result is read. Raises Unavailable if a connection
+        breaks, as `pipeline` does.
         """
         commands = [call.command for call in calls]
         pages = range(0, len(commands), _CALLS_PER_TRIP)
         replies = [reply for at in pages for reply in self.pipeline(commands[at : at + _CALLS_PER_TRIP])]
-        for index, reply in enumerate(replies):
-            if isinstance(reply, ScriptMissing):
-                (replies[index],) = self.pipeline([with_text(commands[index])])
         return (call.resolve(reply) for call, reply in zip(calls, replies, strict=True))
 
     def shard(self, key: Arg) -> Shard:
@@ -195,10 +192,15 @@ class Client:
     def pipeline(self, commands: Sequence[Command], meter: ReplySize | None = None) -> list[Reply]:
         """Run many commands in one round trip per node; return the replies in order, error replies as RedisError.
 
-        Not a transaction. If a connection breaks, or `meter` aborts, Unavailable is raised, and it is unknown which
-        commands were executed.
+        Not a transaction. Scripts that a server lacks are sent once more with their text, after all others. If a
+        connection breaks, or `meter` aborts, Unavailable is raised, and it is unknown which commands were executed.
         """
-        return self._pipeline_by_node(commands, (), meter)
+        replies = self._pipeline_by_node(commands, (), meter)
+        if missing := [index for index, reply in enumerate(replies) if isinstance(reply, ScriptMissing)]:
+            again = self._pipeline_by_node([with_text(commands[index]) for index in missing], (), meter)
+            for index, reply in zip(missing, again, strict=True):
+                replies[index] = reply
+        return replies
 
     def pipeline_skipping(self, pairs: Sequence[tuple[Command, Command]]) -> list[Reply]:
         """Run pairs of commands in one round trip per node; only the second command of each pair is answered.
@@ -218,12 +220,7 @@ class Client:
 
     def try_scripts(self, calls: Sequence[tuple[Script, Sequence[Arg], Sequence[Arg]]]) -> list[Reply]:
         """Like `scripts`, but returns error replies as RedisError, like `pipeline`."""
-        replies = self.pipeline([script.command(keys, args) for script, keys, args in calls])
-        for index, (script, keys, args) in enumerate(calls):
-            reply = replies[index]
-            if isinstance(reply, ScriptMissing):
-                (replies[index],) = self.pipeline([script.loading_command(keys, args)])
-        return replies
+        return self.pipeline([script.command(keys, args) for script, keys, args in calls])
 
     def replicated_script(
         self, script: Script, keys: Sequence[Arg], args: Sequence[Arg], *, replicas: int, timeout_ms: int

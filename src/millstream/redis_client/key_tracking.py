@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from millstream.errors import AccessDenied, CommandFailed, RedisError, ScriptMissing, Unavailable
-from millstream.redis_client.call import Call
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import from_wire, to_wire
 from millstream.redis_client.resp import Command, Node, Push, Reply, RespConnection, slot_of, slot_owners
@@ -103,8 +102,7 @@ class KeyTracker:
         self._untracked.update(elsewhere)
         for start in range(0, len(elsewhere), _WINDOW):
             batch = elsewhere[start : start + _WINDOW]
-            calls = [Call(commands[key], _as_it_is) for key in batch]
-            yield from zip(batch, self._client.run_all(calls), strict=True)
+            yield from zip(batch, self._client.pipeline([commands[key] for key in batch]), strict=True)
 
     def _by_node(self, keys: Iterable[str]) -> dict[Node | None, list[str]]:
         if not self._owners:
@@ -145,10 +143,6 @@ class KeyTracker:
         if self._owners:
             return all(isinstance(reply, list) and slot_owners(reply) == self._owners for reply in replies)
         return replies == [b"OK"]
-
-
-def _as_it_is(reply: Reply) -> Reply:
-    return reply
 
 
 def _read_over(connection: "_TrackedConnection", commands: Mapping[str, Command]) -> Iterator[tuple[str, Reply]]:

@@ -1,13 +1,13 @@
 """GroupStream and ConsumerStream: the keyed stream as a master uses it, for the group and on behalf of one consumer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from millstream.delivery.keyed_stream import LEASE_KEYS, KeyedStream, KeyLease, queue_of_key
 from millstream.delivery.reliable_stream import NO_LIMIT
-from millstream.errors import RedisError
+from millstream.errors import CommandFailed, GroupMissing, RedisError
 from millstream.redis_client.call import Call
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import MASTER, REDRIVE_FIELD, WAITING, from_wire
@@ -15,6 +15,8 @@ from millstream.redis_client.pipelining import call_all
 from millstream.redis_client.resp import Arg, Reply
 from millstream.redis_client.scripts import Script
 from millstream.services.master.settings import MasterSettings
+
+T = TypeVar("T")
 
 RENEW_LEASES = Script("master/renew_leases")
 REQUEUE_PENDING = Script("keys/requeue_pending")
@@ -57,6 +59,19 @@ class RenewResult:
     revoked: list[RevokedLease]
 
 
+def _if_gone(repeat: Callable[[], T]) -> Callable[[RedisError], T]:
+    """For `Call.on_error`: calls `repeat` where the script has done nothing as the group or its owner is gone; raises other
+    errors, after which it may have done a part.
+    """
+
+    def on_error(error: RedisError) -> T:
+        if isinstance(error, GroupMissing) or (isinstance(error, CommandFailed) and error.code == "STALE"):
+            return repeat()
+        raise error
+
+    return on_error
+
+
 class GroupStream(KeyedStream):
     """The stream and its group, as a member that all masters share. Methods raise RedisError."""
 
@@ -91,7 +106,7 @@ class GroupStream(KeyedStream):
         )
 
     def finish_call(self, messages: Sequence[FinishedMessage]) -> Call[tuple[int, list[bool]]]:
-        """The call that finishes messages held by their consumers. An error reply repeats it.
+        """The call that finishes messages held by their consumers. The error of a group or an owner that is gone repeats it.
 
         Its result: the number of ready key queues, and for each message whether it was held and is done now.
         """
@@ -103,10 +118,10 @@ class GroupStream(KeyedStream):
             ready, *done = reply
             return int(ready), list(map(bool, done))
 
-        def repeat(_: RedisError) -> tuple[int, list[bool]]:
+        def repeat() -> tuple[int, list[bool]]:
             return parse(self._with_rejoin(lambda: self._run_script(FINISH, args())))
 
-        return Call(self._store.script_command(FINISH, self.stream, args()), parse, on_error=repeat)
+        return Call(self._store.script_command(FINISH, self.stream, args()), parse, on_error=_if_gone(repeat))
 
     def ack_unleased(self, consumer: str, entry_id: bytes, queue: bytes) -> tuple[AckOutcome, str]:
         """Acknowledge an entry without a lease; return its outcome, and the consumer that has it or has done it."""
@@ -172,17 +187,18 @@ class ConsumerStream(KeyedStream):
     def assign_call(self, count: int, most: int) -> Call[list[KeyLease]]:
         """The call that leases up to `count` ready key queues to the consumer, which may hold `most` in total.
 
-        An error reply repeats it. Its result: the leases that the consumer got.
+        The error of a group or an owner that is gone repeats it. Its result: the leases that the consumer got.
         """
         args = self._lease_args(count, count, 1, self._lease_ms, False, (NO_LIMIT, True))
 
         def parse(reply: Reply) -> list[KeyLease]:
             return self._parse_lease_keys(0.0, reply).leases
 
-        def repeat(_: RedisError) -> list[KeyLease]:
+        def repeat() -> list[KeyLease]:
             return self._with_rejoin(lambda: self._lease_keys(count, count, 1, self._lease_ms, 0.0, False, most)).leases
 
-        return Call(self._store.script_command(LEASE_KEYS, self.stream, (*args, most)), parse, on_error=repeat)
+        command = self._store.script_command(LEASE_KEYS, self.stream, (*args, most))
+        return Call(command, parse, on_error=_if_gone(repeat))
 
 
 class QueueNamer:
