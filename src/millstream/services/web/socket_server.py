@@ -30,6 +30,7 @@ class SocketProtocol(WebSocketsSansIOProtocol):
         """Take over a connection whose handshake has arrived."""
         self.app_state = {**self.app_state, "send_in_parts": self.send_in_parts}
         self.connection: Connection = self.app_state["connection"]
+        self._is_broken = False
         super().connection_made(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -60,8 +61,15 @@ class SocketProtocol(WebSocketsSansIOProtocol):
                 self.conn.send_close(_NOT_UTF8)
                 self.handle_parser_exception()
 
+    def handle_parser_exception(self) -> None:
+        """End the connection, as the client breaks the protocol. The app may be about to send."""
+        self._is_broken = True
+        super().handle_parser_exception()
+
     async def send(self, message: "ASGISendEvent") -> None:
         """Send for the app. After a refusal or a close the server waits for the client to close the connection."""
+        if self._is_broken:  # uvicorn would take it for a mistake of the app, which has not closed the connection
+            raise ClientDisconnected
         await super().send(message)
         if message["type"] == "websocket.http.response.body" and self.close_sent:
             self.handshake_complete = True  # refused with a response: otherwise uvicorn logs a missing one
