@@ -89,13 +89,18 @@ class _ClusterRoute:
         self._cluster.nodes_manager.initialize()
 
     def node_pool(self, host: str, port: int) -> ConnectionPool:
-        node = self._cluster.get_node(host=host, port=port)
+        node = self._node(host, port)
         if node is None:
             self._cluster.nodes_manager.initialize()
-            node = self._cluster.get_node(host=host, port=port)
+            node = self._node(host, port)
         if node is None:
             raise Unavailable(f"the cluster named {host}:{port}, which is not one of its nodes; try again")
         return self._pool_of(node)
+
+    def _node(self, host: str, port: int) -> ClusterNode | None:
+        """The node at this address. One that has met no other does not know its host: CLUSTER SLOTS has "" then."""
+        named: ClusterNode | None = self._cluster.get_node(host=host, port=port) if host else None
+        return named or next((node for node in self._cluster.get_primaries() if not host and node.port == port), None)
 
     def shard(self, key: Arg) -> Shard:
         slot = self._cluster.keyslot(key)

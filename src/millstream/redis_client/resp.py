@@ -66,7 +66,10 @@ def slot_of(key: bytes) -> int:
 
 
 def slot_owners(reply: Any) -> list[Node | None]:
-    """The node that owns each hash slot, by the reply to CLUSTER SLOTS; None where none does."""
+    """The node that owns each hash slot, by the reply to CLUSTER SLOTS; None where none does.
+
+    The host of a node that does not know it is "".
+    """
     owners: list[Node | None] = [None] * _SLOT_COUNT
     for first, last, primary, *_ in reply:
         owners[first : last + 1] = [(primary[0].decode(), primary[1])] * (last - first + 1)

@@ -110,10 +110,8 @@ class TrackedKeyRouter(KeyRouter):
         self._false_rounds = self._false_rounds + 1 if self._false_count > self._true_count else 0
         pause_ms = 0.0
         if (rounds := self._false_rounds - _FALSE_ROUNDS) > 0:
-            longest_ms = min(_CHECK_MS, max(_LISTEN_MS, _FALSE_MS_EACH * self._false_count))
-            pause_ms = min(longest_ms, _PAUSE_MS_EACH * rounds)
+            pause_ms = min(_longest_pause_ms(self._false_count), _PAUSE_MS_EACH * rounds)
         self._true_count = self._false_count = 0
-        self._collect_due_ms = self._clock.monotonic_ms() + pause_ms
         if self._false_rounds >= _WARN_AFTER_FALSE_ROUNDS and not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -122,6 +120,9 @@ class TrackedKeyRouter(KeyRouter):
                 len(self.streams),
             )
         invalidated = self._tracker.changed()
+        if invalidated is None:  # perhaps again at once, as while slots migrate: each time all streams are routed
+            pause_ms = max(pause_ms, _longest_pause_ms(len(self.streams)))
+        self._collect_due_ms = self._clock.monotonic_ms() + pause_ms
         self._invalidated |= invalidated or set()
         self._to_route |= dict.fromkeys(self.streams.copy() if invalidated is None else invalidated)
 
@@ -247,3 +248,8 @@ class TrackedKeyRouter(KeyRouter):
                 logger.debug("cannot route entries of %s: %s; retrying", stream.stream, error)
                 self._delay(stream.stream, self._policy.sweep_ms)
         return more, unavailable
+
+
+def _longest_pause_ms(streams: int) -> float:
+    """How long routing pauses at most before it reads invalidations again after so many needless reads of streams."""
+    return min(_CHECK_MS, max(_LISTEN_MS, _FALSE_MS_EACH * streams))
