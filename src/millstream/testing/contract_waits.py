@@ -44,7 +44,7 @@ async def timers_async(message: Message, state: State) -> list[object]:
     return timers(message, state)
 
 
-_DELAYS_MS = (0, 300, 100)
+_DELAYS_MS = (0, 1_500, 100)  # one is longer than the pauses between looks for timers that are due: too early is seen
 
 
 def timer_times(message: Message) -> list[object]:
