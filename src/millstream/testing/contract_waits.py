@@ -88,7 +88,7 @@ _TIMERS: dict[str, Any] = {
 # --- Limits ---
 
 
-def _marks_of(message: Message, tenant: str) -> str:
+def _file_names(message: Message, tenant: str) -> str:
     """The beginning of the names of the files that the runs of a tenant have."""
     return f"millstream-{message.stream}-{message.text('run')}-{tenant}-"
 
@@ -96,15 +96,15 @@ def _marks_of(message: Message, tenant: str) -> str:
 @contextmanager
 def _in_tenant(message: Message, *, at_once: int) -> Iterator[None]:
     """Fail if more messages of its tenant run, in any processes of this machine."""
-    folder, name = Path(tempfile.gettempdir()), _marks_of(message, message.text("tenant", ""))
-    mark = folder / f"{name}{message.id}"
-    mark.touch(exist_ok=False)
+    folder, name = Path(tempfile.gettempdir()), _file_names(message, message.text("tenant", ""))
+    file = folder / f"{name}{message.id}"
+    file.touch(exist_ok=False)
     try:
         if len(list(folder.glob(f"{name}*"))) > at_once:
             raise RuntimeError(f"more than {at_once} messages of the tenant run")
         yield
     finally:
-        mark.unlink()
+        file.unlink()
 
 
 def _counted(message: Message, state: State) -> Output:
@@ -128,7 +128,7 @@ async def limited_async(message: Message, state: State) -> Output:
 
 def _may_end(message: Message) -> bool:
     """Give a signal, or take it if it is there, as the message asks for; False while it has to wait for it."""
-    signal = Path(tempfile.gettempdir(), _marks_of(message, f"signal-{message.text('signal', '')}"))
+    signal = Path(tempfile.gettempdir(), _file_names(message, f"signal-{message.text('signal', '')}"))
     match message.text("ask"):
         case "wait":
             if not signal.exists():
