@@ -21,13 +21,16 @@ from pydantic import StringConstraints
 
 from millstream import App, Limit, Message, State
 from millstream.producer import Producer
-from millstream.redis_client import EmbeddedServer
+from millstream.redis_client import Client, EmbeddedServer
 from millstream.services.gateway import EmbeddedGateway
 from millstream.worker import EmbeddedWorker
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9-]{1,64}$")]
 Text = Annotated[str, Body(embed=True, max_length=1_000)]
 app = App("chat")
+client = functools.cache(lambda: Client(os.environ["MILLSTREAM_URL"]))  # one for this process, and one producer
+producer = functools.cache(lambda: Producer(client()))
+KEEP_S = 24 * 3_600  # the tokens of a session go so long after its last prompt
 
 
 @dataclass
@@ -38,12 +41,6 @@ class Prompt:
     tenant: str
     text: str
     tokens: int
-
-
-@functools.cache
-def producer() -> Producer:
-    """The one producer of this process, for its routes and its handler."""
-    return Producer()
 
 
 async def generate(text: str, turn: int) -> AsyncIterator[str]:
@@ -68,6 +65,7 @@ async def answer(prompt: Prompt, message: Message, state: State) -> dict[str, ob
     tokens, words = f"tokens.{prompt.session}", []
     turn = state["turns"] = state.get("turns", 0) + 1
     await producer().publish_async(tokens, {"prompt": message.id, "begins": prompt.text})
+    await asyncio.to_thread(client().execute, "EXPIRE", tokens, KEEP_S)
     async for word in generate(prompt.text, turn):
         words.append(word)
         await producer().publish_async(tokens, {"prompt": message.id, "token": word})
@@ -78,8 +76,9 @@ async def answer(prompt: Prompt, message: Message, state: State) -> dict[str, ob
 async def lifespan(_: FastAPI) -> AsyncIterator[dict[str, object]]:
     """Publish, stream and process while the application serves."""
     url = os.environ["MILLSTREAM_URL"]
-    async with producer(), EmbeddedGateway(url) as gateway, EmbeddedWorker(app, url, name="chat"):
-        yield {"gateway": gateway}
+    with client():
+        async with producer(), EmbeddedGateway(url) as gateway, EmbeddedWorker(app, url, name="chat"):
+            yield {"gateway": gateway}
 
 
 api = FastAPI(lifespan=lifespan)

@@ -1,18 +1,22 @@
 """The judge of the contract sees what is wrong: each test does one thing that an engine must not do."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from millstream import App, Message
+from millstream import App, Message, State
 from millstream.delivery.commit_store import ENTRY_PREFIX, CommitStore
 from millstream.delivery.effects import Effects
 from millstream.handlers.dead_letter import DeadLetter
 from millstream.handlers.encoding import pack_output
+from millstream.handlers.upcasting import encode_state
 from millstream.redis_client.client import Client
+from millstream.redis_client.pipelining import server_time_ms
 from millstream.redis_client.resp import Arg
 from millstream.testing.contract import APP, Case, ContractBroken, Letter, entry, entry_id, publish, run_cases, verify
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.worker, pytest.mark.keys, pytest.mark.spark]
 
@@ -100,6 +104,51 @@ def test_verify_names_leftover_pending_entries_and_crash_counts(client: Client) 
     client.execute("XREADGROUP", "GROUP", CASE.keys.group, "w", "STREAMS", CASE.stream, ">")
     with pytest.raises(ContractBroken, match="3 entries are pending; crash counts are left"):
         verify(client, CASE)
+
+
+HOUR_MS = 3_600_000
+EXPIRING = replace(
+    CASE,
+    options={"state_ttl_ms": HOUR_MS},
+    outputs=[{"k": "a", "n": n} for n in range(3)],
+    letters=(),
+    last_changes={b"a": 1},
+)
+
+
+def commit_states(client: Client, changing: Sequence[int], ttl_ms: int | None) -> None:
+    """Commit the three messages, each in a millisecond of its own; those of `changing` set the state of the key `a`."""
+    store = CommitStore(client, app=APP, handler=CASE.name, into=CASE.into, state_ttl_ms=ttl_ms)
+    for n in range(3):
+        one = unit(n, outputs=[pack_output({"k": "a", "n": n})])
+        if n in changing:
+            one.state_field, one.state = b"a", encode_state(State(n=n))
+        store.commit({CASE.stream: [one]})
+        committed_ms = server_time_ms(client)
+        eventually(lambda: server_time_ms(client) > committed_ms + 1, "a later time")  # noqa: B023 - at once
+
+
+def test_verify_accepts_a_state_that_expires_so_long_after_its_last_change(client: Client) -> None:
+    commit_states(client, (0, 1), HOUR_MS)
+    verify(client, EXPIRING)
+
+
+@pytest.mark.parametrize(
+    ("changing", "ttl_ms", "complaint"),
+    [
+        ((0,), HOUR_MS, "does not expire so long after output 1"),
+        ((0, 1, 2), HOUR_MS, "does not expire so long after output 1"),
+        ((0, 1), None, "does not expire, or is gone"),
+        ((), HOUR_MS, "does not expire, or is gone"),
+    ],
+    ids=["not renewed", "renewed without a change", "for ever", "gone"],
+)
+def test_verify_names_a_state_that_expires_at_another_time(
+    client: Client, changing: Sequence[int], ttl_ms: int | None, complaint: str
+) -> None:
+    commit_states(client, changing, ttl_ms)
+    with pytest.raises(ContractBroken, match=f"the state of key b'a' {complaint}"):
+        verify(client, EXPIRING)
 
 
 def test_an_engine_that_does_nothing_is_reported_with_its_progress(millstream_url: str) -> None:

@@ -27,6 +27,7 @@ SAYS = "I have no idea, but I say it slowly. "
 KEYS = HandlerKeys("chat", "answer", "joined")
 AT_ONCE, TOKENS_PER_MINUTE = 4, 6_000
 """The limit of the example, for each tenant."""
+SOON_S, KEEP_S = 3_600, 86_400
 
 
 @contextmanager
@@ -191,6 +192,17 @@ def test_a_session_goes_on_after_a_kill_in_mid_answer_and_each_answer_is_committ
             screen.read(web, "a", 1)
     assert answers(client) == wanted
     assert list(screen.answers) == [entry_id for entry_id, _, _ in joined(client, "demo.a")]
+
+
+def test_the_tokens_of_a_session_expire_so_long_after_its_last_prompt(client: Client, tmp_path: Path) -> None:
+    with chat(client.url, tmp_path / "log") as web:
+        ask(web, "a", "word", key="a-0")
+        eventually(lambda: answers(client), "the first answer")
+        assert client.execute("TTL", "tokens.demo.a") > 0
+        assert client.execute("EXPIRE", "tokens.demo.a", SOON_S)
+        ask(web, "a", "word", key="a-1")
+        eventually(lambda: len(answers(client)) == 2, "the second answer")
+        assert SOON_S < client.execute("TTL", "tokens.demo.a") <= KEEP_S
 
 
 def test_a_name_that_could_reach_other_streams_is_refused(client: Client, tmp_path: Path) -> None:

@@ -121,7 +121,25 @@ def test_every_console_of_every_page_runs_in_a_test() -> None:
     assert not named & NOT_RUN.keys()
 
 
-def test_cells_of_the_guarantees_are_short() -> None:
-    rows = [line.split(" | ") for line in (DOCS / "guarantees.md").read_text().splitlines() if line.startswith("| ")]
+def rows_of_the_guarantees() -> list[list[str]]:
+    lines = (DOCS / "guarantees.md").read_text().splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines if re.match(r"\| \d+ \|", line)]
     assert len(rows) > 15
+    return rows
+
+
+def test_each_guarantee_names_code_and_tests_that_exist() -> None:
+    tests = {name for path in ROOT.glob("tests/**/*.py") for name in re.findall(r"def (test_\w+)", path.read_text())}
+    code = [path.as_posix() for folder in ("src", "tests") for path in (ROOT / folder).rglob("*.*")]
+    for number, *_, held_by, tested_by in rows_of_the_guarantees():
+        named = re.findall(r"`([\w/]+(?:\.py|\.lua)?)`", held_by + tested_by)
+        files = [name for name in named if "/" in name]
+        unknown = [name for name in files if not any(path.endswith(f"/{name}") for path in code)]
+        unknown += [name for name in named if name.startswith("test_") and name not in tests]
+        assert unknown == [], f"guarantee {number}"
+        assert re.search(r"`test_\w+`|`tests/[\w/]+\.py`", tested_by), f"guarantee {number} names no test"
+
+
+def test_cells_of_the_guarantees_are_short() -> None:
+    rows = rows_of_the_guarantees()
     assert [cell for row in rows for cell in row if len(cell) > 300] == []

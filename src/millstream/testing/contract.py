@@ -13,12 +13,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from millstream.admin.inspection import state_expiry
 from millstream.admin.key_queues import list_queues, skip, unpark
 from millstream.app import App
 from millstream.balancer import announce
 from millstream.delivery.delayed_messages import DelayedMessages
 from millstream.errors import MillstreamError
 from millstream.handlers.dead_letter import DeadLetter, Reason
+from millstream.handlers.upcasting import encode_state
+from millstream.model import EntryId, State, value_of
 from millstream.producer.firings import Firings
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import REDRIVE_FIELD, HandlerKeys
@@ -81,6 +84,9 @@ class Case:
       first message is skipped and the key is unparked
     * `kills`: the handler kills its process: run the case in a process of its own
     * `timers`: how many messages its timers add to its stream; no timer may be left
+    * `states`: the states that an earlier version of the app has left, by key: version and content
+    * `last_changes`: for each key of which a state is left: which of its outputs (from 0, in order) comes from the last
+      message that changed the state. It has one before and one after it, a while apart; its handler has `state_ttl_ms`
     * `schedule`: the function of a schedule of its stream, as for `App.every`, which misses `firings` firings before the
       engine starts
     """
@@ -98,6 +104,8 @@ class Case:
     kills: bool = False
     parks: Mapping[bytes, int] = field(default_factory=dict)
     timers: int = 0
+    states: Mapping[bytes, tuple[int, Mapping[str, Any]]] = field(default_factory=dict)
+    last_changes: Mapping[bytes, int] = field(default_factory=dict)
     schedule: Callable[..., Any] | None = None
     firings: int = 0
 
@@ -183,11 +191,13 @@ def run_cases(engine: Engine, url: str, cases: Sequence[Case], *, within_s: floa
 
 
 def publish(client: Client, case: Case) -> None:
-    """Publish the entries of `case`; announce its stream, if its handler reads announced streams.
+    """Publish the entries of `case` and store its states; announce its stream, if its handler reads announced streams.
 
     Its schedule, if it has one, has then missed its firings.
     """
     commands: list[Command] = [("XADD", case.stream, entry_id(n), *pairs) for n, pairs in enumerate(case.entries)]
+    for key, (version, content) in case.states.items():
+        commands.append(("HSET", case.keys.state, key, encode_state(State(content), version)))
     for reply in client.pipeline(commands):
         raise_if_error(reply)
     if "announced" in case.options:
@@ -200,8 +210,13 @@ def publish(client: Client, case: Case) -> None:
 
 
 def verify(client: Client, case: Case) -> None:
-    """Raise ContractBroken unless `case` holds: its outputs, its dead letters, and nothing left over."""
-    problems = [*_wrong_outputs(client, case), *_wrong_letters(client, case), *_leftovers(client, case)]
+    """Raise ContractBroken unless `case` holds: its outputs, dead letters and states, and nothing left over."""
+    problems = [
+        *_wrong_outputs(client, case),
+        *_wrong_letters(client, case),
+        *_wrong_expiries(client, case),
+        *_leftovers(client, case),
+    ]
     if problems:
         raise ContractBroken(f"{case.name}: {case.promise}. But " + "; ".join(problems))
 
@@ -309,6 +324,18 @@ def _wrong_letter(case: Case, wanted: Letter, found: DeadLetter) -> Iterator[str
         yield f"the error of dead letter {found.id} is {found.error!r}, without {wanted.says!r}"
     if wanted.reason == "failed" and "limit" not in wanted.says and case.function.__name__ not in found.traceback:
         yield f"the traceback of dead letter {found.id} does not name the handler: {found.traceback!r}"
+
+
+def _wrong_expiries(client: Client, case: Case) -> Iterator[str]:
+    entries = client.execute("XRANGE", case.into, "-", "+") if case.last_changes else ()
+    for key, at in case.last_changes.items():
+        # The ids have the times of the commits, by the clock by which the state expires.
+        times = [EntryId.parse(one_id).ms for one_id, pairs in entries if value_of(pairs, _bytes(case.order_by)) == key]
+        expires_ms = state_expiry(client, case.keys, key)
+        if expires_ms is None:
+            yield f"the state of key {key!r} does not expire, or is gone"
+        elif len(times) > at + 1 and not times[at - 1] < expires_ms - case.options["state_ttl_ms"] < times[at + 1]:
+            yield f"the state of key {key!r} does not expire so long after output {at}: at {expires_ms}, outputs at {times}"
 
 
 def _leftovers(client: Client, case: Case) -> Iterator[str]:

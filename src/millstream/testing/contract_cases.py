@@ -18,6 +18,7 @@ from millstream.errors import Reject
 from millstream.model import Message, Retry, State
 from millstream.testing.contract import Case, Letter, Pairs, entry, entry_id, redriven
 from millstream.testing.contract_keys import KEYED_CASES
+from millstream.testing.contract_waits import WAITING_CASES
 
 Output = dict[str, object]
 
@@ -326,9 +327,14 @@ def amount_of_cents(fields: dict[str, bytes]) -> dict[str, object]:
     return {**fields, "amount": f"{cents / 100:.2f}"}
 
 
-def state_with_count(state: dict[str, Any]) -> dict[str, Any]:
-    """Upcast a state of version 1, of which the contract has none: it writes version 2."""
-    raise AssertionError(state)
+def seen_as_messages(state: dict[str, Any]) -> dict[str, Any]:
+    """Upcast a state of version 1."""
+    return {"messages": state.pop("seen"), **state}
+
+
+def messages_as_count(state: dict[str, Any]) -> dict[str, Any]:
+    """Upcast a state of version 2."""
+    return {"count": state.pop("messages"), **state}
 
 
 def upcast(model: Priced, message: Message, state: State) -> Output:
@@ -344,11 +350,17 @@ async def upcast_async(model: Priced, message: Message, state: State) -> Output:
     return upcast(model, message, state)
 
 
+_STATES: dict[bytes, tuple[int, dict[str, Any]]] = {
+    b"b": (1, {"seen": 10}),
+    b"c": (2, {"messages": 20}),
+    b"d": (3, {"count": 30}),
+}
 _UPCAST: dict[str, Any] = {
+    "states": _STATES,
     "options": {
         "key": "key",
         "message_upcasts": (with_currency, amount_of_cents),
-        "state_upcasts": (state_with_count,),
+        "state_upcasts": (seen_as_messages, messages_as_count),
     },
     "entries": [
         entry(key="a", n=0, cents=150),
@@ -358,10 +370,11 @@ _UPCAST: dict[str, Any] = {
         entry(key="a", n=4, amount="4.50", currency="GBP", schema_version=4),
         entry(key="a", n=5, cents=550, schema_version="two"),
         entry(key="a", n=6, cents=650, schema_version=1),
+        *(entry(key=key, n=n, cents=100) for n in range(2) for key in "bcd"),
     ],
     "outputs": [
         {
-            "key": "a",
+            "key": key,
             "amount": amount,
             "currency": currency,
             "schema_version": 3,
@@ -369,11 +382,12 @@ _UPCAST: dict[str, Any] = {
             "count": count,
             "same": "True",
         }
-        for n, amount, currency, count in (
-            (0, "1.50", "EUR", 1),
-            (1, "2.50", "USD", 2),
-            (2, "3.50", "GBP", 3),
-            (6, "6.50", "EUR", 4),
+        for key, n, amount, currency, count in (
+            ("a", 0, "1.50", "EUR", 1),
+            ("a", 1, "2.50", "USD", 2),
+            ("a", 2, "3.50", "GBP", 3),
+            ("a", 6, "6.50", "EUR", 4),
+            *((key, n, "1.00", "EUR", 10 * at + n + 1) for at, key in enumerate("bcd", 1) for n in range(2)),
         )
     ],
     "order_by": "key",
@@ -504,10 +518,11 @@ CASES: tuple[Case, ...] = (
     Case(
         name="upcast",
         promise="a message of an earlier version passes the upcasts before its handler sees it; one that an upcast fails "
-        "on, and one of a later version, is a dead letter as it was published",
+        "on, and one of a later version, is a dead letter as it was published; so does a state of an earlier version",
         function=upcast,
         **_UPCAST,
     ),
     Case(name="upcast_async", promise="so does a message of an async handler", function=upcast_async, **_UPCAST),
     *KEYED_CASES,
+    *WAITING_CASES,
 )

@@ -1,18 +1,10 @@
 """The cases of the handler contract for keys: order, state, back-off, parking and missing keys."""
 
 import asyncio
-import tempfile
-import time
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 from millstream.errors import Reject
-from millstream.handlers.key_timers import After, Cancel
-from millstream.model import Limit, Message, Retry, State
+from millstream.model import Message, Retry, State
 from millstream.testing.contract import Case, Letter, entry
 
 Output = dict[str, object]
@@ -38,54 +30,6 @@ async def keyed_async(message: Message, state: State) -> Output | None:
     await asyncio.sleep(0.02 / (1 + int(message.fields["n"])))
     return keyed(message, state)
 
-
-def timers(message: Message, state: State) -> list[object]:
-    """Set, replace or cancel timers as the message asks for; the message of the first timer sets a second one."""
-    state["count"] = state.get("count", 0) + 1
-    n = int(message.fields["n"])
-    output = {"key": message.text("key"), "n": n, "count": state["count"]}
-    following = {"key": message.text("key"), "n": n}
-    match message.text("ask"):
-        case "set":
-            delay = "1h" if n == 0 else timedelta(milliseconds=50)
-            return [output, After(delay, {**following, "ask": "again"}, name="first")]
-        case "again":
-            return [After(timedelta(milliseconds=1), {**following, "n": n + 1}, name="second"), output]
-        case "cancel":
-            return [After("0s", following, name="none"), Cancel(name="none"), output, Cancel(name="unknown")]
-        case "another key":
-            return [output, After("0s", {"key": "b", "n": n}, name="first")]
-    return [output]
-
-
-async def timers_async(message: Message, state: State) -> list[object]:
-    """As `timers`."""
-    await asyncio.sleep(0)
-    return timers(message, state)
-
-
-def fired(message: Message) -> Output:
-    """Return what the message of a firing has, and whether the entry names the time of the firing."""
-    is_firing = "millstream.firing" in message.fields
-    return {"key": message.text("key"), "ago": message.text("ago"), "is_firing": is_firing}
-
-
-def fire(time: datetime) -> Output:
-    """Return the message of a firing: how many periods of the schedule have passed since."""
-    return {"key": "a", "ago": (datetime.now(UTC) - time) // timedelta(days=366)}
-
-
-_TIMED = ("set", "", "set", "cancel")
-_TIMERS: dict[str, Any] = {
-    "entries": [entry(key=f"k{key}", n=n, ask=ask) for n, ask in enumerate(_TIMED) for key in range(3)],
-    "outputs": [
-        {"key": f"k{key}", "n": n, "count": count}
-        for key in range(3)
-        for n, count in ((0, 1), (1, 2), (2, 3), (3, 4), (2, 5), (3, 6))
-    ],
-    "order_by": "key",
-    "timers": 6,
-}
 
 _ASKS = ("", "fail", "reject", "", "fail", "forget", "", "spoil", "")
 _COUNTS = (1, 2, None, 3, 4, 0, 1, None, 2)
@@ -126,6 +70,33 @@ async def key_lists_async(messages: list[Message], state: State) -> list[Output 
     return key_lists(messages, state)
 
 
+_LONGEST = 4
+
+
+def list_lengths(messages: list[Message], state: State) -> list[Output]:
+    """Output of each message whether its list is short enough, and where it comes in its key."""
+    outputs: list[Output] = []
+    for message in messages:
+        state["count"] = state.get("count", 0) + 1
+        is_fit = len(messages) <= _LONGEST and message.key == messages[0].key
+        outputs.append({"key": message.text("key"), "n": message.text("n"), "count": state["count"], "is_fit": is_fit})
+    return outputs
+
+
+async def list_lengths_async(messages: list[Message], state: State) -> list[Output]:
+    """As `list_lengths`."""
+    await asyncio.sleep(0)
+    return list_lengths(messages, state)
+
+
+_LENGTHS: dict[str, Any] = {
+    "options": {"key": "key", "batch_size": _LONGEST},
+    "entries": [entry(key=key, n=n) for n in range(10) for key in "abc"],
+    "outputs": [{"key": key, "n": n, "count": n + 1, "is_fit": "true"} for key in "abc" for n in range(10)],
+    "order_by": "key",
+}
+
+
 def parks(message: Message, state: State) -> Output:
     """Count the messages of a key; fail in each attempt on messages that ask for it."""
     state["count"] = state.get("count", 0) + 1
@@ -144,51 +115,6 @@ def parks_lists(messages: list[Message], state: State) -> list[Output]:
     """As `parks`, on a list of messages of one key."""
     return [parks(message, state) for message in messages]
 
-
-@contextmanager
-def _alone(message: Message) -> Iterator[None]:
-    """Fail if another message of its tenant runs, in any process of this machine."""
-    mark = Path(tempfile.gettempdir(), f"millstream-{message.stream}-{message.text('run')}-{message.text('tenant')}")
-    mark.touch(exist_ok=False)
-    try:
-        yield
-    finally:
-        mark.unlink()
-
-
-def _counted(message: Message, state: State) -> Output:
-    state["count"] = state.get("count", 0) + 1
-    return {"key": message.key or b"", "n": message.text("n"), "count": state["count"]}
-
-
-def limited(message: Message, state: State) -> Output:
-    """Count the messages of a key; fail if another message of its tenant runs."""
-    with _alone(message):
-        time.sleep(0.002)
-        return _counted(message, state)
-
-
-async def limited_async(message: Message, state: State) -> Output:
-    """As `limited`."""
-    with _alone(message):
-        await asyncio.sleep(0.002)
-        return _counted(message, state)
-
-
-_RUN = uuid.uuid4().hex
-_LIMITED: dict[str, Any] = {
-    "entries": [
-        entry(key=f"{tenant}{key}", n=n, tenant=tenant, cost=10 * key, run=_RUN)
-        for n in range(3)
-        for tenant in "ab"
-        for key in range(3)
-    ],
-    "outputs": [
-        {"key": f"{tenant}{key}", "n": n, "count": n + 1} for n in range(3) for tenant in "ab" for key in range(3)
-    ],
-    "order_by": "key",
-}
-_LIMITED_OPTIONS = {"key": "key", "retry": Retry(attempts=1), "limit": Limit(per="tenant", at_once=1)}
 
 _PARKED = {"a": 2, "b": 0}
 _PARKS: dict[str, Any] = {
@@ -442,76 +368,6 @@ KEYED_CASES: tuple[Case, ...] = (
         order_by="key",
     ),
     Case(
-        name="timers",
-        promise="the message of a timer comes to its handler alone, with its key, after what the stream has of the key; a "
-        "timer of the same name is replaced, and one that is canceled does not come",
-        function=timers,
-        options={"key": "key"},
-        **_TIMERS,
-    ),
-    Case(
-        name="timers_async",
-        promise="so do those of an async handler",
-        function=timers_async,
-        options={"key": "key"},
-        **_TIMERS,
-    ),
-    Case(
-        name="timers_of_streams",
-        promise="a handler of whole streams has timers of its stream",
-        function=timers,
-        options={"order": "stream"},
-        entries=[entry(n=0, key="all", ask="set"), entry(n=1, key="all", ask="set")],
-        outputs=[
-            {"key": "all", "n": 0, "count": 1},
-            {"key": "all", "n": 1, "count": 2},
-            {"key": "all", "n": 1, "count": 3},
-            {"key": "all", "n": 2, "count": 4},
-        ],
-        order_by="key",
-        timers=2,
-    ),
-    Case(
-        name="firings",
-        promise="each firing that a schedule has missed is published once and in order, and processed as any message",
-        function=fired,
-        options={"key": "key"},
-        entries=[entry(key="a", ago="none")],
-        schedule=fire,
-        firings=3,
-        outputs=[
-            {"key": "a", "ago": "none", "is_firing": "false"},
-            *({"key": "a", "ago": ago, "is_firing": "true"} for ago in (2, 1, 0)),
-        ],
-        order_by="key",
-    ),
-    Case(
-        name="limited",
-        promise="no more messages of a tenant run at once than its limit allows; one that waits uses up no attempt, and "
-        "keeps its place in its key",
-        function=limited,
-        options=_LIMITED_OPTIONS,
-        **_LIMITED,
-    ),
-    Case(
-        name="limited_async",
-        promise="so do those of an async handler, which begin within a rate, too",
-        function=limited_async,
-        options={**_LIMITED_OPTIONS, "limit": Limit(per="tenant", at_once=1, rate="60000/m", cost="cost")},
-        **_LIMITED,
-    ),
-    Case(
-        name="timers_need_a_key",
-        promise="a message whose handler asks for a timer that cannot be set is a dead letter, and has no effect",
-        function=timers,
-        options={"key": "key", "missing_key": "unordered"},
-        entries=[entry(n=0, ask="set"), entry(n=1, key="a", ask="another key")],
-        letters=[
-            Letter(entry=0, reason="bad-output", says="a timer belongs to a key"),
-            Letter(entry=1, reason="bad-output", says="use the same key"),
-        ],
-    ),
-    Case(
         name="key_lists",
         promise="a list of messages of one key, in stream order, has the state that the previous list committed; a "
         "message at which its list fails is split off, and keeps its place",
@@ -532,6 +388,19 @@ KEYED_CASES: tuple[Case, ...] = (
         function=key_lists,
         options={**_KEYED_OPTIONS, "batch_size": 5, "batch_wait_ms": 200},
         **_KEYED,
+    ),
+    Case(
+        name="list_lengths",
+        promise="a list has messages of one key and no more than batch_size; the lists of a key follow one another in its "
+        "order, with no message in two",
+        function=list_lengths,
+        **_LENGTHS,
+    ),
+    Case(
+        name="list_lengths_async",
+        promise="so do the lists of an async handler",
+        function=list_lengths_async,
+        **_LENGTHS,
     ),
     Case(
         name="key_lists_parks",
