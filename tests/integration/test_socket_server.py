@@ -21,7 +21,7 @@ SOCKETS = WebSockets(protocol=SocketProtocol, frame_bytes=1_000, ping_s=FAIL_SAF
 
 
 @pytest.mark.parametrize("message", [{"type": "websocket.send", "text": "late"}, {"type": "websocket.close"}])
-def test_an_app_that_sends_after_a_text_that_is_not_utf8_is_told_that_its_client_has_left(message: Any) -> None:
+def test_an_app_that_sends_after_a_text_that_is_not_utf8_finds_that_its_client_has_left(message: Any) -> None:
     errors: list[BaseException] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
