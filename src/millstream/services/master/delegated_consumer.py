@@ -13,12 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from millstream.clock import SYSTEM_CLOCK, Clock
+from millstream.clock import SYSTEM_CLOCK, Backoff, Clock
 from millstream.errors import ConfigError, GroupMissing, RedisError, Reject, Unavailable, text_of
 from millstream.model import Message
 from millstream.redis_client.client import Client
 from millstream.redis_client.scripts import Script
 from millstream.services.master.master_client import MasterClient, MasterResponse, sibling_url
+from millstream.services.master.settings import MAX_ERROR_CHARS
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ _NAME_IN_USE_S = 60.0
 _REPORT_FOR_S = 15.0
 _HEARTBEAT_S = 5.0
 _RETRY_WAIT_S = 0.5
+_RERUN_WAITS_MS = (1_000.0, 60_000.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,12 +72,19 @@ class RunRegister:
     def __init__(self) -> None:
         self.started_ms: dict[bytes, float] = {}
         self._ended_ms: dict[bytes, float] = {}
+        self._unreported: dict[bytes, tuple[Backoff, float]] = {}
         self._lock = threading.Lock()
 
     def begin(self, entry_id: bytes, *, read_ms: float, now_ms: float) -> bool:
-        """Start a run of an entry read at `read_ms`. False if it was running then, as it may be done by now."""
+        """Start a run of an entry read at `read_ms`.
+
+        False if it was running then, as it may be done by now, and during the wait after a result that was not
+        reported.
+        """
         with self._lock:
             if entry_id in self.started_ms or self._ended_ms.get(entry_id, -1.0) >= read_ms:
+                return False
+            if entry_id in self._unreported and now_ms < self._unreported[entry_id][1]:
                 return False
             self._ended_ms = {one: ended_ms for one, ended_ms in self._ended_ms.items() if ended_ms >= read_ms}
             self.started_ms[entry_id] = now_ms
@@ -84,8 +93,24 @@ class RunRegister:
     def end(self, entry_id: bytes, now_ms: float) -> None:
         """End a run whose result has been reported."""
         with self._lock:
-            self.started_ms.pop(entry_id, None)
-            self._ended_ms[entry_id] = now_ms
+            self._end(entry_id, now_ms)
+            self._unreported.pop(entry_id, None)
+
+    def end_unreported(self, entry_id: bytes, now_ms: float) -> float:
+        """End a run whose result was not reported. Return the wait before the next one, in milliseconds."""
+        with self._lock:
+            self._end(entry_id, now_ms)
+            # An entry whose wait ended this long ago and that has not run since is another consumer's by now.
+            forget_ms = now_ms - _RERUN_WAITS_MS[1]
+            self._unreported = {one: found for one, found in self._unreported.items() if found[1] >= forget_ms}
+            backoff, _ = self._unreported.get(entry_id) or (Backoff(*_RERUN_WAITS_MS), 0.0)
+            wait_ms = backoff.next_ms()
+            self._unreported[entry_id] = (backoff, now_ms + wait_ms)
+            return wait_ms
+
+    def _end(self, entry_id: bytes, now_ms: float) -> None:
+        self.started_ms.pop(entry_id, None)
+        self._ended_ms[entry_id] = now_ms
 
 
 class DelegatedConsumer:
@@ -164,16 +189,14 @@ class DelegatedConsumer:
             logger.warning("consumer %s is unknown to the master; registering again", self._settings.consumer)
             self._register()
 
-    def _report(self, outcome: str, entry_id: bytes, **more: object) -> None:
-        """Report a message's outcome to a master. A lost `acknowledge` is harmless: masters also detect the XACK."""
+    def _report(self, outcome: str, entry_id: bytes, **more: object) -> str:
+        """Report a message's outcome to a master. Return why none accepted it, or an empty text."""
         urls = [sibling_url(url, outcome) for url in self._settings.acknowledge_urls]
         body = {"consumer": self._settings.consumer, "message_id": entry_id.decode(), **more}
         answer = self._masters.post(urls, body, for_s=_REPORT_FOR_S)
         if isinstance(answer, str):
-            logger.warning("no master accepted %s of message %s: %s", outcome, entry_id.decode(), answer)
-        elif not answer.ok:
-            problem = answer.body.get("error", answer.status)
-            logger.warning("a master refused %s of message %s: %s", outcome, entry_id.decode(), problem)
+            return f"no master accepted {outcome}: {answer}"
+        return "" if answer.ok else f"a master refused {outcome}: {answer.body.get('error', answer.status)}"
 
     def _unregister(self) -> None:
         urls = [sibling_url(url, "release") for url in self._settings.acknowledge_urls]
@@ -203,25 +226,48 @@ class DelegatedConsumer:
             self._wakeup.wait(settings.poll_ms / 1000)
 
     def _process(self, entry_id: bytes, pairs: Sequence[bytes] | None) -> None:
+        problem, unexpected = "", None
         try:
-            if pairs is None:
-                logger.warning("message %s is lost: it was trimmed before it was processed", entry_id.decode())
-            elif (failure := self._call_function(entry_id, pairs)) is not None:
-                self._report("fail", entry_id, error=text_of(failure), retry=not isinstance(failure, Reject))
-                return
-            if self._acknowledge(entry_id):
-                self._report("acknowledge", entry_id)
-            else:
-                logger.warning(
-                    "message %s was reassigned during its run: another consumer processes it again", entry_id.decode()
-                )
+            problem = self._run_and_report(entry_id, pairs)
         except RedisError as error:  # Unavailable: only when the consumer stops; `_acknowledge` tries again until then
             if not isinstance(error, Unavailable):
                 self._failures.append(error)
                 self._stopping.set()
+        except BaseException as error:  # noqa: BLE001 - the pool would swallow it, and the message run again at once
+            problem, unexpected = f"unexpected error: {type(error).__name__}: {_reported(error)}", error
         finally:
-            self._running.end(entry_id, self._clock.monotonic_ms())
+            self._end(entry_id, problem, unexpected)
             self._wakeup.set()
+
+    def _end(self, entry_id: bytes, problem: str, unexpected: BaseException | None) -> None:
+        now_ms = self._clock.monotonic_ms()
+        if not problem:
+            self._running.end(entry_id, now_ms)
+            return
+        wait_ms = self._running.end_unreported(entry_id, now_ms)
+        logger.warning(
+            "the result of message %s is not reported: %s; if it stays assigned, it runs again after %g s",
+            entry_id.decode(),
+            problem,
+            wait_ms / 1000,
+            exc_info=unexpected,
+        )
+
+    def _run_and_report(self, entry_id: bytes, pairs: Sequence[bytes] | None) -> str:
+        """Run the function and report its result. Return why a failure was not reported, or an empty text."""
+        if pairs is None:
+            logger.warning("message %s is lost: it was trimmed before it was processed", entry_id.decode())
+        elif (failure := self._call_function(entry_id, pairs)) is not None:
+            return self._report("fail", entry_id, error=_reported(failure), retry=not isinstance(failure, Reject))
+        if not self._acknowledge(entry_id):
+            logger.warning(
+                "message %s was reassigned during its run: another consumer processes it again", entry_id.decode()
+            )
+        elif problem := self._report("acknowledge", entry_id):
+            logger.warning(
+                "message %s is done, but not reported: %s; masters detect its XACK", entry_id.decode(), problem
+            )
+        return ""
 
     def _call_function(self, entry_id: bytes, pairs: Sequence[bytes]) -> BaseException | None:
         message = Message(self._settings.ticket_stream, entry_id.decode(), pairs)
@@ -231,7 +277,7 @@ class DelegatedConsumer:
             if inspect.isawaitable(result):
                 asyncio.run(_awaited(result))
         except BaseException as error:  # noqa: BLE001 - a function may raise anything; it is reported to the master
-            logger.warning("message %s failed: %s: %s", message.id, type(error).__name__, text_of(error))
+            logger.warning("message %s failed: %s: %s", message.id, type(error).__name__, _reported(error))
             return error
         return None
 
@@ -250,3 +296,9 @@ class DelegatedConsumer:
 
 async def _awaited(result: Any) -> None:
     await result
+
+
+def _reported(failure: BaseException) -> str:
+    """The text of a failure as masters accept it: in UTF-8, and no longer than they allow."""
+    text = text_of(failure)[:MAX_ERROR_CHARS]
+    return text.encode("utf-8", "backslashreplace").decode()[:MAX_ERROR_CHARS]

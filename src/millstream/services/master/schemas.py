@@ -5,7 +5,7 @@ from typing import Annotated
 from fastapi import Query
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, JsonValue, model_validator
 
-from millstream.services.master.settings import MAX_TICKETS, NAME_PATTERN
+from millstream.services.master.settings import MAX_ERROR_CHARS, MAX_TICKETS, NAME_PATTERN
 
 _ID_PATTERN = r"^[0-9]{1,20}(-[0-9]{1,20})?$"
 # Patterns are only documented: the functions that check the values refuse them with a text that says what to do.
@@ -94,7 +94,7 @@ class FailRequest(_Body):
 
     consumer: Name
     message_id: MessageId
-    error: Annotated[str, Field(max_length=4_000)] = ""
+    error: Annotated[str, Field(max_length=MAX_ERROR_CHARS)] = ""
     retry: Annotated[bool, Field(description="False: dead-letter the message, as it would fail again.")] = True
 
 

@@ -12,6 +12,9 @@ MAX_TICKETS = 1_000
 NAME_PATTERN = r"[A-Za-z0-9_.:@-]{1,100}"
 """The names that consumers may have, as a regular expression."""
 
+MAX_ERROR_CHARS = 4_000
+"""Maximum length of the `error` of a failed message."""
+
 _LEAST_LEASE_MS = 1_000
 
 
