@@ -57,7 +57,9 @@ def test_all_streams_with_an_entry_are_read_again_with_less_room_than_such_strea
         again = scheduler.next_plan(most(100), 2)
         assert (list(again.counts), again.may_wait) == (names, False)
         scheduler.on_read(again, {"s7": 2} if names == ["s7"] else {})
-    assert scheduler.next_plan(most(100), 2) == ReadPlan(most(1), may_wait=True), "s7 has more, the others have their turn"
+    assert scheduler.next_plan(most(100), 2) == ReadPlan(most(1), may_wait=True), (
+        "s7 has more, the others have their turn"
+    )
 
 
 def test_streams_that_a_large_entry_left_no_room_for_are_read_round_robin() -> None:
