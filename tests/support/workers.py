@@ -140,7 +140,7 @@ def make_context(
     return WorkerContext(
         handler=handler,
         steps=HandlerSteps(handler),
-        in_flight=in_flight or InFlight(WorkerPolicy(), 1),
+        in_flight=InFlight(WorkerPolicy(), 1) if in_flight is None else in_flight,  # an empty one is false
         clock=clock,
         loop_metrics=LoopMetrics(handler.label, time_limit_ms=handler.time_limit_ms),
         policy=WorkerPolicy(),

@@ -360,6 +360,10 @@ class ReliableStream:
                 return claimed
         return []
 
+    def may_claim_call(self, idle_ms: int) -> Call[bool]:
+        """Return the call that checks whether `claim_idle` may find entries, for callers that pipeline many streams."""
+        return self._group.pending.has_idle_call(idle_ms)
+
     def claim_stuck(self, *, longest_ms: float, now_ms: float) -> list[Delivery]:
         """Claim entries that another consumer has held for `longest_ms`, even though it keeps renewing its claims.
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from millstream.errors import ConfigError
 from millstream.groups.entries import Batch, Id, execute_on, wire_id
+from millstream.redis_client.call import Call
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import from_wire, to_wire
 from millstream.redis_client.resp import Arg, Command
@@ -98,6 +99,10 @@ class PendingList:
         holder = () if consumer is None else (to_wire(consumer),)
         found = self._execute("XPENDING", *self._names, *idle, wire_id(start), wire_id(end), count, *holder)
         return [PendingEntry(one, from_wire(name), idle_ms, times) for one, name, idle_ms, times in found]
+
+    def has_idle_call(self, min_idle_ms: int) -> Call[bool]:
+        """Return the call that checks whether an entry was idle for `min_idle_ms` (XPENDING); an error reply counts as one."""
+        return Call(("XPENDING", *self._names, "IDLE", min_idle_ms, "-", "+", 1), bool, on_error=lambda _: True)
 
     def iter_entries(
         self, *, consumer: str | None = None, min_idle_ms: int = 0, page: int = 500

@@ -42,6 +42,7 @@ class EntryFetcher(Fetcher[ReliableStream]):
 
     def _fetch(self, permit: Permit, room: int, stopping: threading.Event) -> None:
         plan = self._scheduler.next_plan(permit.counts, min(room, self._affordable()))
+        is_whole = True
         can_wait = plan.may_wait and (len(plan.counts) == 1 or not self._client.is_cluster)
         if can_wait and self._clock.monotonic_ms() < self._empty_until_ms:
             count = min(*plan.counts.values(), _BLOCKING_COUNT) if len(plan.counts) == 1 else 1
@@ -51,11 +52,11 @@ class EntryFetcher(Fetcher[ReliableStream]):
             if len(plan.counts) == 1:
                 self._in_flight.on_fetched(len(plan.used_up(found)), 1)
         else:
-            found = self._read_now(plan)
+            found, is_whole = self._read_now(plan)
             self._in_flight.on_fetched(len(plan.used_up(found)), 1)
             if plan.may_wait and not (found or can_wait):
                 stopping.wait(min(_IDLE_WAIT_MS, permit.until_ms) / 1000)
-        self._scheduler.on_read(plan, found)
+        self._scheduler.on_read(plan, found, is_whole=is_whole)
         self._loop_metrics.on_polled(sum(found.values()))
         if plan.may_wait:
             self._note_empty(plan, found)
@@ -78,8 +79,11 @@ class EntryFetcher(Fetcher[ReliableStream]):
 
     # Entries that are there
 
-    def _read_now(self, plan: ReadPlan) -> dict[str, int]:
-        """Read the entries of these streams, as far as there is room; return the counts of those that had some."""
+    def _read_now(self, plan: ReadPlan) -> tuple[dict[str, int], bool]:
+        """Read the entries of these streams, as far as there is room.
+
+        Return the counts of those that had some, and whether all were read.
+        """
         found: dict[str, int] = {}
         names = list(plan.counts)
         at = size = 0
@@ -94,7 +98,7 @@ class EntryFetcher(Fetcher[ReliableStream]):
                 min(2 * self._streams_per_trip, _MAX_STREAMS) if trip_bytes < _SMALL_READ_BYTES else _MIN_STREAMS
             )
         self._learn_size(found, size)
-        return found
+        return found, at == len(names)
 
     def _read_some(self, most: Mapping[ReliableStream, int]) -> tuple[dict[str, int], int]:
         """Read at most so many entries of these streams in one round trip; return the counts of those that had some,

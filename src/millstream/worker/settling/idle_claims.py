@@ -11,6 +11,7 @@ from millstream.worker.policy import TIME_LIMIT_GRACE_MS, WorkerPolicy
 from millstream.worker.running.losses import isolated_after, loss_retry
 
 _CLAIMED_AT_ONCE = 100
+_ASKED_AT_ONCE = 100
 _RUNS_IN_FLIGHT = 3
 _CLAIMS_IN_FLIGHT = 10
 
@@ -43,17 +44,29 @@ class IdleClaimer:
 
     def claim_idle(self) -> bool:
         """See Renewer."""
-        for stream in list(self._streams.values()):
-            room = min(self._in_flight.free_slots(), _CLAIMED_AT_ONCE)
-            if room <= 0:
+        streams = list(self._streams.values())
+        for at in range(0, len(streams), _ASKED_AT_ONCE):
+            if self._room() <= 0:
                 return self._more_to_claim
-            if not stream.paused:
+            for stream in self._with_idle(streams[at : at + _ASKED_AT_ONCE]):
+                if (room := self._room()) <= 0:
+                    return self._more_to_claim
                 claimed = self._claim(stream, idle_ms=self._context.policy.claim_ms, own=False, count=room)
                 self._more_to_claim = claimed >= room
                 if self._more_to_claim:
                     self._in_flight.on_fetched(claimed, room)
                     return True
+        self._more_to_claim = False
         return False
+
+    def _room(self) -> int:
+        return min(self._in_flight.free_slots(), _CLAIMED_AT_ONCE)
+
+    def _with_idle(self, streams: Sequence[ReliableStream]) -> list[ReliableStream]:
+        """Return those of the streams that may have idle entries; one round trip asks them all."""
+        asked = [one for one in streams if not one.paused]
+        replies = self._context.client.run_all([one.may_claim_call(self._context.policy.claim_ms) for one in asked])
+        return [one for one, may_claim in zip(asked, replies, strict=True) if may_claim]
 
     def claim_stuck(self, stream: ReliableStream) -> None:
         """Claim the entries of workers that renew their claims but seem stuck."""
