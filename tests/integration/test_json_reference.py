@@ -10,14 +10,17 @@ from typing import Any
 
 import pytest
 
+from millstream.admin.figure_history import FigureHistory, HandlerSample, Sample
 from millstream.balancer import Balancer, BalancerPolicy, StreamAdded
 from millstream.delivery.long_runs import LongRun, report_long_runs
+from millstream.delivery.query_progress import QueryProgress, report_progress
 from millstream.delivery.redrive_reports import RedriveReport, report_redrive
 from millstream.delivery.restarts import Restart, record_restart
 from millstream.producer.bulk import Publisher
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.key_names import worker_name_key
+from millstream.redis_client.pipelining import server_time_ms
 from scripts.command_reference import all_commands
 from tests.support.commandline import call, start
 from tests.support.json_reference import faults, sections, seen
@@ -67,6 +70,7 @@ NOT_SHOWN = {
     "state export": {"damaged", "expires_ms", "version"},  # test_state_export has all
     "delayed list": {"problem"},  # forged data: test_hostile_clients
     "dlq list": {"pairs[][]", "fields.*"},  # forged data: test_forged_dead_letters
+    "key outputs": {"pairs[][]"},  # names that are not UTF-8
     "dlq show": {"pairs[][]", "before_edit.fields.*", "before_edit.pairs[][]"},  # test_dlq_copies
     "group delete-consumer": {"gone[]"},  # entries that were deleted meanwhile: test_commands_groups
     "group claim": {"deleted[]"},
@@ -180,7 +184,18 @@ def _show(found: _Outputs, client: Client) -> None:
     found.run("key list")
     found.run("key list --count", "--count")
     found.run("key show", "shop.total", "mad")
+    report_progress(
+        client,
+        "shop",
+        {"total": QueryProgress(batch=1, rows=5, rows_per_s=2.5, took_ms=9, began_ms=1, ui="http://spark")},
+    )
     found.run("top", "--once", "--interval", "100ms")
+    figures = HandlerSample(streams=1, added=5, done=4, dead=0, lag=1, oldest_ms=1, dead_letters=0, stuck=1)
+    FigureHistory(client).add(Sample(at_ms=server_time_ms(client), handlers={"shop.total": figures}))
+    found.run("history")
+    client.execute("XADD", "totals", "*", "customer", "ann")
+    eventually(lambda: call("key", "outputs", "shop.total", "ann", "--json", url=client.url).out, "an output")
+    found.run("key outputs", "shop.total", "ann")
     found.run("why", "shop.total", "mad")
     found.run("find", "mad")
     found.run("find", client.execute("XRANGE", "orders", "-", "+", "COUNT", 1)[0][0].decode())
@@ -192,6 +207,7 @@ def _show(found: _Outputs, client: Client) -> None:
 def _repair(found: _Outputs, client: Client) -> None:
     letter, *_ = found.run("dlq list")
     found.run("dlq list --count", "--count")
+    found.run("dlq groups")
     found.run("dlq show", letter["letter_id"])
     found.run("dlq edit", letter["letter_id"], "--set", "customer=ann", "--set", "n=1", "--remove", "raw", "--dry-run")
     found.run("dlq redrive", letter["letter_id"], "--yes")

@@ -8,16 +8,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from millstream.admin.figure_history import FigureHistory, read_sample
 from millstream.cli.main import load_command
-from millstream.cli.mcp_tools import READING, SHOWING_STATES
+from millstream.cli.mcp import READING, SHOWING_STATES
+from millstream.delivery.running_code import report_code
 from millstream.partitions.partitions import Partitions
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
+from millstream.redis_client.pipelining import server_time_ms
 from tests.support.commandline import Outcome, call, ended, running
 from tests.support.consoles import fill_with
-from tests.support.dead_letters import add_dead_letter
+from tests.support.dead_letters import KEYS, add_dead_letter
+from tests.support.running_codes import CODE_WITH_OUTPUTS
 from tests.support.urls import PASSWORD, contains_password
 
 pytestmark = [pytest.mark.cli, pytest.mark.xdist_group("mcp")]
@@ -31,9 +36,12 @@ CALLS: Mapping[str, Mapping[str, Any]] = {
     "find": {"wanted": "parked x"},
     "doctor": {"older_than": "1m", "limit": 10},
     "key_list": {"state": "parked"},
+    "history": {"since": "1d"},
     "key_show": {"handler": "shop.pay", "key": "parked x", "stream": "orders"},
+    "key_outputs": {"handler": "shop.pay", "key": "parked x"},
     "dlq_list": {"handlers": "shop.pay", "count": True},
     "dlq_show": {"selection": ["shop.pay"]},
+    "dlq_groups": {"handlers": "shop.pay"},
     "delayed_list": {},
     "group_list": {"streams": ["orders"]},
     "group_consumers": {"stream": "orders", "group": "g"},
@@ -96,11 +104,24 @@ def filled(redis: EmbeddedServer) -> Iterator[Client]:
         fill_with(opened, "x")
         add_dead_letter(opened, [b"card", CARD.encode()])
         add_dead_letter(opened, [b"card", CARD.encode(), b"card", b"twice"])
+        add_edited(opened, [b"card", CARD.encode()])
+        report_code(opened, "shop", {"pay": CODE_WITH_OUTPUTS})
+        opened.execute("XADD", "out", "*", "key", "parked x", "card", CARD)
+        sample = read_sample(opened, server_time_ms(opened))
+        assert FigureHistory(opened).add(sample)
         opened.execute("XGROUP", "CREATE", "orders", "g", "0")
         opened.execute("XREADGROUP", "GROUP", "g", "c", "COUNT", 2, "STREAMS", "orders", ">")
         assert call("lease", "add", "calls", "call:1", url=opened.url).code == 0
         Partitions(opened, "bills").create(2)
         yield opened
+
+
+def add_edited(client: Client, before: list[bytes]) -> None:
+    """Add a dead letter of an edited copy, with its fields before the edit."""
+    letter_id = add_dead_letter(client, [b"card", b"another"])
+    entry = client.execute("XRANGE", KEYS.dead_letters, letter_id, letter_id)[0][1]
+    client.execute("XADD", KEYS.dead_letters, "*", *entry, "before_edit", msgspec.msgpack.encode(before))
+    client.execute("XDEL", KEYS.dead_letters, letter_id)
 
 
 @pytest.fixture
@@ -193,6 +214,7 @@ def test_values_of_fields_and_states_are_hidden_unless_payloads_are_asked_for(cl
         letters = shown["dlq_show"]["structuredContent"]["lines"]
         assert {"card": "(redacted)"} in [one.get("fields") for one in letters]
         assert [["card", "(redacted)"]] * 2 in [one.get("pairs") for one in letters]
+        assert {"fields": {"card": "(redacted)"}} in [one.get("before_edit") for one in letters]
         assert server.ask("tools/call", name="state_list", arguments={"handler": "shop.pay"})["error"]["code"] == -32602
     with serving(client.url, "--payloads") as server:
         assert CARD in json.dumps(server.call("dlq_show", selection=["shop.pay"]))

@@ -30,6 +30,7 @@ BRIEF: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "delayed": (("list", "s"), ("cancel", "s", "1-0", "--yes")),
     "tail": (("s",), ("s*", "--no-follow")),
     "audit": ((),),
+    "history": ((),),
     "info": ((), ("--json",)),
     "top": ((), ("--json",)),
     "why": (("a.h", "k"),),

@@ -1,9 +1,13 @@
-"""The benchmark of the console marks which of its budgets hold."""
+"""The benchmark of the console marks which of its budgets hold, and fails where one is broken."""
 
+import json
+import sys
 from collections.abc import Mapping
 
 import pytest
 
+from benchmarks import console
+from benchmarks.__main__ import main
 from benchmarks.console import budgets
 
 pytestmark = [pytest.mark.cli]
@@ -39,3 +43,26 @@ def test_figures_at_their_limits_hold_all_budgets() -> None:
 @pytest.mark.parametrize("name", BEYOND)
 def test_a_figure_beyond_its_limit_breaks_its_budget_alone(name: str) -> None:
     assert broken({**WITHIN, name: BEYOND[name]}) == {name}
+
+
+def run_with(figures: Mapping[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run `python -m benchmarks console --json`, as if these were measured."""
+    monkeypatch.setattr(console, "run", lambda: {"name": "console", "budgets": budgets(figures)})
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "console", "--json"])
+    main()
+
+
+def test_the_benchmark_names_each_broken_budget_and_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run_with({**WITHIN, "memory_mb": 201, "ratio": 0.97}, monkeypatch)
+    assert ended.value.code == (
+        "console: memory_mb was 201, and its budget is at most 200\n"
+        "console: ratio was 0.97, and its budget is at least 0.98"
+    )
+    assert json.loads(capsys.readouterr().out)["name"] == "console"
+
+
+def test_the_benchmark_ends_well_within_its_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_with(WITHIN, monkeypatch)

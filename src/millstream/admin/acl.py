@@ -350,7 +350,7 @@ ROLES: Mapping[RoleName, Role] = {
         scans="always",
         outputs="writes",
         stream_keys=("*",),
-        app_keys=(f"{PREFIX}:worker:{{app}}:*", audit_key()),
+        app_keys=(f"{PREFIX}:worker:{{app}}:*", audit_key(), history_key()),
         uses_services=True,
     ),
     RoleName.CONSOLE: Role(

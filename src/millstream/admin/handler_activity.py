@@ -9,6 +9,7 @@ from millstream.admin.key_queues import blocked_queues, having_stuck_keys
 from millstream.admin.liveness import announced_workers, find_runs
 from millstream.admin.redis_metrics import KnownPlaces, Places
 from millstream.clock import SYSTEM_CLOCK, Clock
+from millstream.delivery.query_progress import QueryProgress, read_progress
 from millstream.delivery.run_times import RunSummary, read_run_times, summarize_runs
 from millstream.errors import AccessDenied, WrongType
 from millstream.redis_client.client import Client
@@ -28,7 +29,7 @@ class HandlerActivity:
     * `blocked`: keys whose first message has failed all its attempts or waits for newer code, and is retried without end, on
       up to 100 streams
     * `workers`: workers that their supervisors announce, and runs on Spark
-    * `runs`: how long its runs took on workers, and how many are repeated
+    * `runs`: how long its runs took on workers, and how many are repeated; `query`: its last micro-batch on Spark, if it runs there
     """
 
     handler: str
@@ -37,6 +38,7 @@ class HandlerActivity:
     blocked: int
     workers: int
     runs: RunSummary
+    query: QueryProgress | None
 
     @property
     def is_paused(self) -> bool:
@@ -88,7 +90,8 @@ class ActivityReader:
             raise denied[0]
         handlers = [some[0] for label, some in places.items() if label in readings]
         workers = self._count_workers(handlers)
-        runs = read_run_times(self._client, [(keys.app, keys.handler) for keys in handlers])
+        names = [(keys.app, keys.handler) for keys in handlers]
+        runs, queries = read_run_times(self._client, names), read_progress(self._client, names)
         found = [
             HandlerActivity(
                 handler=label,
@@ -97,6 +100,7 @@ class ActivityReader:
                 blocked=self._count_blocked(places[label], reading.figures),
                 workers=workers[label],
                 runs=summarize_runs(runs[places[label][0].app, places[label][0].handler]),
+                query=queries.get((places[label][0].app, places[label][0].handler)),
             )
             for label, reading in readings.items()
         ]

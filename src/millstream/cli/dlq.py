@@ -8,6 +8,7 @@ from itertools import islice
 from millstream.admin.letter_export import letter_json
 from millstream.cli.dlq_actions import purge, redrive
 from millstream.cli.dlq_edit import edit_letter
+from millstream.cli.dlq_groups import groups
 from millstream.cli.dlq_selection import (
     All,
     Key,
@@ -124,6 +125,7 @@ def show(
         raise MillstreamError(f"there is no dead letter {gone[0]} (any more); see: millstream dlq list")
 
 
+dlq.command("groups")(groups)
 dlq.command("redrive")(redrive)
 dlq.command("stop")(stop)
 dlq.command("edit")(edit_letter)

@@ -24,6 +24,7 @@ from millstream.admin.key_queues import skip as skip_first
 from millstream.admin.key_queues import unpark as unpark_queue
 from millstream.admin.limit_waits import LimitWait, explain_wait, find_limit_waits
 from millstream.cli.handler_names import KEY_HELP, HandlerName, HandlerNames, Key, OnStream
+from millstream.cli.key_outputs import outputs
 from millstream.cli.options import DryRun, Json, JsonLines, OnlyCount, Url, Yes, command_group
 from millstream.cli.recorded_action import on_stream, recorded
 from millstream.cli.terminal import (
@@ -190,6 +191,9 @@ def show(
             print_details(_details_of(shown, _name(row.queue)))
             if row.last.traceback:
                 print_text(row.last.traceback.rstrip("\n"))
+
+
+key.command("outputs")(outputs)
 
 
 def _read_rows(client: Client, found: Sequence[tuple[HandlerKeys, KeyQueue]]) -> list[_Row]:

@@ -1,33 +1,50 @@
-"""`millstream mcp`: lets an assistant ask what waits and why, by the Model Context Protocol over stdin and stdout."""
+"""`millstream mcp`: the commands that only read as tools of the Model Context Protocol, over stdin and stdout."""
 
+import io
 import json
 import sys
 import traceback
-from typing import Annotated, Any
+from collections.abc import Mapping
+from contextlib import redirect_stderr, redirect_stdout
+from typing import Annotated, Any, Literal
 
+import msgspec
 import typer
 
 from millstream import __version__
-from millstream.cli.mcp_tools import ReadOnlyTools
+from millstream.admin.value_redaction import REDACTED
+from millstream.cli.main import INTERRUPTED, error_boundary, load_command
 from millstream.cli.options import Url
 from millstream.cli.terminal import print_json, print_message_text
+from millstream.errors import ConfigError
 from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
 
-Payloads = Annotated[bool, typer.Option("--payloads", help="Show values of fields, and the states of keys, too.")]
+READING = (
+    *("info", "why", "find", "doctor", "history", "key list", "key show", "key outputs", "dlq list", "dlq show"),
+    *("dlq groups", "delayed list", "group list", "group consumers", "group pending", "lease list", "partition show"),
+)
+"""Commands that write nothing to Redis, whatever their arguments. No other one is a tool."""
+SHOWING_STATES = ("state list", "state show")
+"""Such commands whose whole output is payload."""
 
+_NOT_SET = {"info": ("watch", "over"), "doctor": ("app",)}
+"""Options that no caller sets, nor the environment or a file: they wait, or name a file that would be run."""
 _VERSIONS = ("2025-06-18", "2025-11-25", "2024-11-05")
 """Versions of the protocol that have all of this; the first is proposed to a client of another one."""
-
 _PARSE_ERROR, _INVALID_REQUEST, _NO_METHOD, _INVALID_PARAMS, _INTERNAL = -32700, -32600, -32601, -32602, -32603
-_INSTRUCTIONS = (
-    "Tools show Redis Streams processed by millstream, and change nothing. Start with info and key_list, which show "
-    "what is behind or stuck; why explains one key; dlq_list has the messages that failed; doctor checks everything."
-)
+_JSON_TYPES = {"string": str, "integer": int, "boolean": bool, "array": list}
+
+Payloads = Annotated[bool, typer.Option("--payloads", help="Show values of fields, and the states of keys, too.")]
 
 
-class _RefusedRequest(Exception):
-    """A request that is answered with an error. Its arguments: the code and the message."""
+class _Request(msgspec.Struct):
+    """A request of JSON-RPC; a notification has no id."""
+
+    jsonrpc: Literal["2.0"]
+    method: str
+    params: dict[str, Any] = {}
+    id: int | str | msgspec.UnsetType = msgspec.UNSET
 
 
 def mcp(context: typer.Context, url: Url = DEFAULT_URL, payloads: Payloads = False) -> None:
@@ -37,62 +54,129 @@ def mcp(context: typer.Context, url: Url = DEFAULT_URL, payloads: Payloads = Fal
     """
     with Client(url) as client:
         client.execute("PING")  # fail at once if Redis is unavailable from the start
-    tools = ReadOnlyTools(context, url, payloads=payloads)
+    server = _Server(context, url, payloads=payloads)
     for line in sys.stdin.buffer:
-        if (reply := _reply(tools, line)) is not None:
+        try:
+            request = msgspec.convert(json.loads(line), _Request)
+        except msgspec.ValidationError as error:
+            reply: Any = {"id": None, **_error(_INVALID_REQUEST, f"this is not a request of JSON-RPC 2.0: {error}")}
+        except (ValueError, RecursionError):
+            reply = {"id": None, **_error(_PARSE_ERROR, "this line is not JSON")}
+        else:
+            reply = {"id": request.id, **server.answer(request)} if request.id is not msgspec.UNSET else None
+        if reply:
             print_json({"jsonrpc": "2.0", **reply}, flush=True)
 
 
-def _reply(tools: ReadOnlyTools, line: bytes) -> dict[str, Any] | None:
-    """The response to a line; None to a notification."""
-    request_id = None
-    try:
-        request = _parse(line)
-        if "id" not in request:
-            return None
-        request_id = request["id"]
-        return {"id": request_id, "result": _result(tools, request["method"], request.get("params", {}))}
-    except _RefusedRequest as refused:
-        code, message = refused.args
-    except Exception:  # noqa: BLE001 - a fault in one command must not end the server
-        print_message_text(traceback.format_exc())
-        code, message = _INTERNAL, "internal error; the log of the server has its traceback"
-    return {"id": request_id, "error": {"code": code, "message": message}}
+class _Server:
+    def __init__(self, context: typer.Context, url: str, *, payloads: bool) -> None:
+        self._parent, self._url, self._payloads = context.find_root(), url, payloads
+        self._tools = {one.replace(" ", "_"): one for one in (*READING, *(SHOWING_STATES if payloads else ()))}
+
+    def answer(self, request: _Request) -> dict[str, Any]:
+        params = request.params
+        match request.method:
+            case "initialize":
+                version = next((one for one in _VERSIONS if one == params.get("protocolVersion")), _VERSIONS[0])
+                about = {"name": "millstream", "version": __version__}
+                return {"result": {"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": about}}
+            case "ping":
+                return {"result": {}}
+            case "tools/list":
+                return {"result": {"tools": [_describe(*one) for one in self._tools.items()]}}
+            case "tools/call":
+                name, arguments = params.get("name"), params.get("arguments", {})
+                if name not in [*self._tools] or not isinstance(arguments, dict):
+                    return _error(_INVALID_PARAMS, f"there is no tool {name!r}, or its arguments are no object")
+                try:
+                    return {"result": self._call(self._tools[str(name)], arguments)}
+                except Exception:  # noqa: BLE001 - a fault in one command must not end the server
+                    print_message_text(traceback.format_exc())
+                    return _error(_INTERNAL, "internal error; the log of the server has its traceback")
+        return _error(_NO_METHOD, f"there is no method {request.method!r}")
+
+    def _call(self, words: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        out, err, failed = io.StringIO(), io.StringIO(), False
+        try:
+            with redirect_stdout(out), redirect_stderr(err), error_boundary(debug=False):
+                command, given = _command(words), _command_line(_arguments(words), arguments)
+                with command.make_context(words, given, parent=self._parent) as context:
+                    fixed = dict.fromkeys(_NOT_SET.get(words, ()))
+                    context.params |= {"url": self._url, "as_json": True, **fixed}
+                    command.invoke(context)
+        except typer.Exit as end:
+            if end.exit_code == INTERRUPTED:
+                raise KeyboardInterrupt from end
+            failed = end.__cause__ is not None  # an error; `doctor` ends with 1 for what it has found
+        lines = [json.loads(line) for line in out.getvalue().splitlines()]
+        shown = lines if self._payloads else [_without_payload(one) for one in lines]
+        found = {"lines": shown, "messages": err.getvalue().splitlines()}
+        text = {"type": "text", "text": json.dumps(found)}
+        return {"content": [text], "structuredContent": found, "isError": failed}
 
 
-def _parse(line: bytes) -> dict[str, Any]:
-    try:
-        request = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise _RefusedRequest(_PARSE_ERROR, "this line is not JSON") from error
-    if not (
-        isinstance(request, dict)
-        and request.get("jsonrpc") == "2.0"
-        and isinstance(request.get("method"), str)
-        and isinstance(request.get("params", {}), dict)
-        and type(request.get("id", 0)) in (int, str)
-    ):
-        raise _RefusedRequest(_INVALID_REQUEST, "this line is not a request of JSON-RPC 2.0")
-    return request
+def _error(code: int, message: str) -> dict[str, Any]:
+    return {"error": {"code": code, "message": message}}
 
 
-def _result(tools: ReadOnlyTools, method: str, params: dict[str, Any]) -> dict[str, Any]:
-    match method:
-        case "initialize":
-            asked = params.get("protocolVersion")
-            return {
-                "protocolVersion": asked if asked in _VERSIONS else _VERSIONS[0],
-                "capabilities": {"tools": {}},
-                "serverInfo": {"name": "millstream", "version": __version__},
-                "instructions": _INSTRUCTIONS,
-            }
-        case "ping":
-            return {}
-        case "tools/list":
-            return {"tools": [*tools.describe()]}
-        case "tools/call":
-            name, arguments = params.get("name"), params.get("arguments", {})
-            if name not in tools or not isinstance(arguments, dict):
-                raise _RefusedRequest(_INVALID_PARAMS, f"there is no tool {name!r}, or its arguments are no object")
-            return tools.call(str(name), arguments)
-    raise _RefusedRequest(_NO_METHOD, f"there is no method {method!r}")
+def _command(words: str) -> Any:
+    family, *rest = words.split()
+    return load_command(family).commands[rest[0]] if rest else load_command(family)
+
+
+def _arguments(words: str) -> dict[str, Any]:
+    """The parameters of a command that a caller may set, by the name in its schema."""
+    hidden = {"url", "as_json", "config", *_NOT_SET.get(words, ())}
+    named = [(one.opts[0].removeprefix("--").replace("-", "_"), one) for one in _command(words).params]
+    return {name: one for name, one in named if one.name not in hidden}
+
+
+def _describe(name: str, words: str) -> dict[str, Any]:
+    known = _arguments(words)
+    schema = {
+        "type": "object",
+        "properties": {one: _schema(parameter) for one, parameter in known.items()},
+        "required": [one for one, parameter in known.items() if parameter.required],
+        "additionalProperties": False,
+    }
+    about = " ".join(_command(words).help.split())
+    return {"name": name, "description": about, "inputSchema": schema, "annotations": {"readOnlyHint": True}}
+
+
+def _schema(parameter: Any) -> dict[str, Any]:
+    kind = parameter.type
+    word = kind.name.partition(" ")[0]  # versions of Typer write `int` or `integer`, `bool` or `boolean`
+    found: dict[str, Any] = {"type": next((one for one in ("integer", "boolean") if one.startswith(word)), "string")}
+    found |= {"enum": [*kind.choices]} if hasattr(kind, "choices") else {}
+    found |= {"minimum": kind.min} if getattr(kind, "min", None) is not None else {}
+    found = {"type": "array", "items": found} if parameter.nargs == -1 else found
+    return found | {"description": parameter.help or parameter.metavar}
+
+
+def _command_line(known: Mapping[str, Any], arguments: Mapping[str, Any]) -> list[str]:
+    """Arguments as on a command line. A value is never read as an option. Raises ConfigError for wrong ones."""
+    if unknown := [one for one in arguments if one not in known]:
+        raise ConfigError(f"there is no argument {unknown[0]!r}; use {', '.join(known)}")
+    options, positions = list[str](), list[str]()
+    for name, parameter in known.items():
+        if name not in arguments:
+            continue
+        value, wanted = arguments[name], _schema(parameter)["type"]
+        if type(value) is not _JSON_TYPES[wanted]:
+            raise ConfigError(f"{name}: {value!r} is not of the type {wanted}")
+        if parameter.param_type_name == "argument":
+            positions += [str(one) for one in (value if isinstance(value, list) else [value])]
+        elif value is not False:
+            options.append(parameter.opts[0] if value is True else f"{parameter.opts[0]}={value}")
+    return [*options, "--", *positions]
+
+
+def _without_payload(line: Any) -> Any:
+    hidden = dict(line)
+    if "fields" in hidden:
+        hidden["fields"] = dict.fromkeys(hidden["fields"], REDACTED)
+    if "pairs" in hidden:
+        hidden["pairs"] = [[name, REDACTED] for name, _ in hidden["pairs"]]
+    if "before_edit" in hidden:
+        hidden["before_edit"] = _without_payload(hidden["before_edit"])
+    return hidden

@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
 from millstream.admin.handler_activity import ActivityReader, HandlerActivity
@@ -115,4 +116,5 @@ def _as_json(one: HandlerActivity) -> dict[str, Any]:
         "p50_ms": one.runs.p50_ms,
         "p99_ms": one.runs.p99_ms,
         "retried_per_s": one.runs.retried_per_s,
+        **({"query": msgspec.structs.asdict(one.query)} if one.query else {}),
     }

@@ -59,7 +59,7 @@ def operate(url: str, admin: Client) -> None:
     command(url, "check", f"{__name__}:checked_app", "--yes")
     command(url, "dlq", "show", letters_of(admin)[0])
     command(url, "dlq", "edit", "shop", letters_of(admin)[0], "--set", "n=1", "--by", "1", "--yes")
-    for words in ("info", "dlq list", "dlq redrive shop --limit 1 --yes", "dlq purge --all --yes"):
+    for words in ("info", "dlq list", "dlq groups", "dlq redrive shop --limit 1 --yes", "dlq purge --all --yes"):
         command(url, *words.split())
     for words in ("list", "show", "reset --dry-run", "reset --yes"):
         keys = [] if words == "list" else ["A"]
@@ -97,6 +97,7 @@ def operate(url: str, admin: Client) -> None:
     command(url, "forget", "shop.gone", "--yes")
     assert not admin.execute("EXISTS", gone.meta)
     command(url, "audit")
+    command(url, "history")
     command(url, "tail", "orders", "--no-follow")
     command(url, "tail", "orders", "--from", "earliest", "--limit", "1")
     # Last, as it starts a process: most rights that an operator lacks are refused before.
@@ -134,6 +135,7 @@ def operate_queues(url: str, admin: Client) -> None:
         "list",
         "list shop.bill",
         f"show shop.bill {key}",
+        f"outputs shop.bill {key}",
         f"park shop.bill {key}",
         f"unpark shop.bill {key}",
     ):

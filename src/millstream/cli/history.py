@@ -1,0 +1,53 @@
+"""`millstream history`: the figures of handlers over the last 24 hours, as a console has recorded them."""
+
+from typing import Annotated
+
+import typer
+from msgspec.structs import asdict
+
+from millstream.admin.figure_history import MOST_HANDLERS, MOST_STREAMS, FigureHistory, HandlerSample
+from millstream.admin.time_inputs import parse_time_ms
+from millstream.cli.handler_names import HandlerNames
+from millstream.cli.options import JsonLines, Url
+from millstream.cli.terminal import print_json, print_message, print_table
+from millstream.redis_client import DEFAULT_URL
+from millstream.redis_client.client import Client
+from millstream.redis_client.formats import format_age, format_count, format_time
+
+Since = Annotated[str, typer.Option("--since", help="Only samples since: 15m (ago), 2h, 1d, or an ISO 8601 time.")]
+
+
+def history(
+    handlers: HandlerNames = None, since: Since = "1h", url: Url = DEFAULT_URL, as_json: JsonLines = False
+) -> None:
+    """Show the recorded figures of handlers, the oldest first. `millstream console` records them, once a minute."""
+    with Client(url) as client:
+        samples = FigureHistory(client).read(parse_time_ms(since))
+    shown = [
+        (one, {name: figures for name, figures in one.handlers.items() if _is_of(name, handlers)}) for one in samples
+    ]
+    if as_json:
+        for one, figures in shown:
+            by_handler = {name: asdict(some) for name, some in figures.items()}
+            print_json({"at_ms": one.at_ms, "step_ms": one.step_ms, "partial": one.is_partial, "handlers": by_handler})
+        return
+    if rows := [_row(one.at_ms, name, some) for one, figures in shown for name, some in figures.items()]:
+        columns = ("when", "~handler", ">added", ">done", ">lag", ">oldest", ">dead letters", ">stuck keys")
+        print_table(columns, rows)
+    else:
+        print_message("there are no such samples since then: `millstream console` records them while it runs")
+    if any(one.is_partial for one in samples):
+        print_message(
+            f"the history has the first {MOST_HANDLERS} handlers, and nothing while there are more than "
+            f"{MOST_STREAMS:,} streams"
+        )
+
+
+def _is_of(name: str, handlers: str | None) -> bool:
+    return handlers is None or handlers in (name, name.partition(".")[0])
+
+
+def _row(at_ms: int, name: str, one: HandlerSample) -> tuple[str, ...]:
+    totals = ("?" if value is None else format_count(value) for value in (one.added, one.done, one.lag))
+    numbers = map(format_count, (one.dead_letters, one.stuck))
+    return format_time(at_ms) or "-", name, *totals, format_age(one.oldest_ms), *numbers
