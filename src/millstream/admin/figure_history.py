@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 import msgspec
 
 from millstream.admin.handler_sweep import HandlerSweep, PlaceFigures
-from millstream.clock import SYSTEM_CLOCK
 from millstream.errors import CommandFailed
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import history_key
@@ -30,7 +29,7 @@ class HandlerSample(msgspec.Struct, array_like=True, frozen=True):
       that became dead letters; None if unknown
     * `lag`, `oldest_ms`: uncommitted entries, and the age of the first; None if unknown, or for no entry
     * `dead_letters`: dead letters in its queue; `stuck`: keys that are parked or back off; `parked`: the former of these
-    * `pending`: entries in flight, in key queues, or deferred by Spark
+    * `pending`, `in_flight`, `paused`, `modes`: as in ReaderReport; `is_exact`: the lag is no lower bound
     """
 
     streams: int
@@ -41,8 +40,12 @@ class HandlerSample(msgspec.Struct, array_like=True, frozen=True):
     oldest_ms: int | None
     dead_letters: int
     stuck: int
-    pending: int = 0
     parked: int = 0
+    pending: int = 0
+    in_flight: int = 0
+    paused: int = 0
+    is_exact: bool = True
+    modes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +74,7 @@ class _Stored(msgspec.Struct, array_like=True, frozen=True):
 
 def sample_of(sweep: HandlerSweep, at_ms: int) -> Sample:
     """The figures of all handlers that a sweep knows at `at_ms`, which is now."""
-    now_ms = SYSTEM_CLOCK.monotonic_ms()
+    now_ms = sweep.clock.monotonic_ms()
     by_handler: dict[str, list[PlaceFigures]] = {}
     for keys, figures in sweep.figures():
         by_handler.setdefault(keys.label, []).append(figures)
@@ -97,8 +100,12 @@ def _summed(places: Sequence[PlaceFigures], now_ms: float) -> HandlerSample:
         oldest_ms=None if oldest_ms is None else max(0, int(now_ms - oldest_ms)),
         dead_letters=sum(one.dead_letters for one in places),
         stuck=sum(one.parked + one.backing_off for one in places),
-        pending=sum(one.pending for one in places),
         parked=sum(one.parked for one in places),
+        pending=sum(one.pending for one in places),
+        in_flight=sum(one.in_flight for one in places),
+        paused=sum(one.is_paused for one in places),
+        is_exact=all(one.is_exact for one in places),
+        modes=tuple(sorted({one.mode for one in places})),
     )
 
 

@@ -35,7 +35,8 @@ class SweepPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlaceFigures(msgspec.Struct, frozen=True, gc=False):
-    """The figures of a handler on one stream; see HandlerReport. `added`: entries ever added to the stream.
+    """The figures of a handler on one stream; see HandlerReport. `added`: entries ever added to the stream; `mode`: how it
+    reads.
 
     * `read_ms`: when they were read; `oldest_since_ms`: since when the first uncommitted entry has waited; None without
       one. Both by the monotonic clock
@@ -49,7 +50,11 @@ class PlaceFigures(msgspec.Struct, frozen=True, gc=False):
     dead: int
     lag: int | None
     oldest_since_ms: float | None
+    is_exact: bool
+    mode: str
+    is_paused: bool
     pending: int
+    in_flight: int
     dead_letters: int
     parked: int
     backing_off: int
@@ -66,7 +71,7 @@ class HandlerSweep:
     def __init__(self, client: Client, policy: SweepPolicy | None = None, *, clock: Clock = SYSTEM_CLOCK) -> None:
         self._client = client
         self._policy = policy or SweepPolicy()
-        self._clock = clock
+        self.clock = clock
         self._tracker = KeyTracker(client)
         self._checked_ms = clock.monotonic_ms()
         self._position = SCAN_START
@@ -101,7 +106,7 @@ class HandlerSweep:
             since_ms = None if first is None else first.read_ms
         else:
             since_ms = next(iter(self._waiting.values()), None)
-        return 0.0 if since_ms is None else self._clock.monotonic_ms() - since_ms
+        return 0.0 if since_ms is None else self.clock.monotonic_ms() - since_ms
 
     def figures(self) -> Iterable[tuple[HandlerKeys, PlaceFigures]]:
         """The figures of every handler on each of its streams, as far as they are read."""
@@ -109,7 +114,7 @@ class HandlerSweep:
 
     def begin(self) -> None:
         """Begin a turn: find what has changed, scan some of the names, and read some that have not changed."""
-        now_ms = self._clock.monotonic_ms()
+        now_ms = self.clock.monotonic_ms()
         changed = self._tracker.changed()
         if changed is None:
             self._position = SCAN_START  # the server may be another one, with other cursors
@@ -147,7 +152,7 @@ class HandlerSweep:
 
     def _scan(self) -> None:
         """Scan some of the names for handlers on streams that are not known yet."""
-        now_ms = self._clock.monotonic_ms()
+        now_ms = self.clock.monotonic_ms()
         pages = self._client.scan_keys_from(_METADATA, self._position)
         for page, position in islice(pages, self._policy.pages_at_once):
             self._position = position
@@ -171,7 +176,7 @@ class HandlerSweep:
         for one in gone:
             self._forget(one)
         left = [one for one in places if is_there.get(one.meta) != 0]
-        read_ms = self._clock.monotonic_ms()
+        read_ms = self.clock.monotonic_ms()
         streams, reports = self._inspect(left)
         for one in left:
             self._figures.pop(one, None)
@@ -189,7 +194,7 @@ class HandlerSweep:
     def _inspect(self, places: Sequence[HandlerKeys]) -> tuple[dict[str, StreamReport], Sequence[HandlerReport]]:
         try:
             streams = {one.name: one for one in inspect_streams(self._client, [*{keys.stream for keys in places}])}
-            return streams, inspect_handlers(self._client, places, streams=streams, clock=self._clock) if places else ()
+            return streams, inspect_handlers(self._client, places, streams=streams, clock=self.clock) if places else ()
         except AccessDenied as error:
             if not error.concerns_key:
                 raise
@@ -234,7 +239,11 @@ def _figures_of(report: HandlerReport, stream: StreamReport | None, read_ms: flo
         dead=report.dead,
         lag=report.lag,
         oldest_since_ms=None if report.oldest_age_ms is None else read_ms - report.oldest_age_ms,
+        is_exact=report.lag_exact,
+        mode=sys.intern(report.mode),
+        is_paused=report.paused,
         pending=report.pending,
+        in_flight=report.in_flight,
         dead_letters=report.dead_letters,
         parked=report.parked,
         backing_off=report.backing_off,
