@@ -21,7 +21,7 @@ from tests.support.consoles import SCRIPT, Browser, authorized, fill_with
 from tests.support.deployments import lent_cluster
 from tests.support.keyed_fixtures import joined_by_field
 from tests.support.service_process import ServiceProcess
-from tests.support.sweeps import swept, turn
+from tests.support.sweeps import sweep_round, swept
 from tests.support.waiting import eventually
 from tests.support.workers import double, fill, make, working
 
@@ -118,13 +118,13 @@ def test_what_does_not_change_is_not_read_again(client: Client) -> None:
     for one in places:
         client.execute("XADD", one.stream, "*", "key", "x")
     with closing(HandlerSweep(client, SweepPolicy(at_once=7, unchanged_at_once=0))) as sweep:
-        assert turn(sweep) == 40
+        assert sweep_round(sweep) == 40
         before = commands_run(client.execute)
-        assert turn(sweep) == 0
+        assert sweep_round(sweep) == 0
         read = commands_run(client.execute) - before
         assert set(read) <= {"client|tracking", "scan", "info"}, "nothing of a stream, and nothing of a handler"
         client.execute("XADD", "orders7", "*", "key", "x")
-        assert turn(sweep) == 1
+        assert sweep_round(sweep) == 1
         assert sample_of(sweep, 0).handlers["shop.pay"].lag == 41
 
 

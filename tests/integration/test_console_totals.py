@@ -19,7 +19,16 @@ from tests.support.keyed_fixtures import joined_by_field
 pytestmark = [pytest.mark.cli, pytest.mark.usefixtures("unhurried")]
 
 FIGURES = HandlerSample(
-    streams=7, added=90, done=40, dead=0, lag=50, oldest_ms=7_200_000, dead_letters=3, stuck=2, parked=1, modes=("workers",)
+    streams=7,
+    added=90,
+    done=40,
+    dead=0,
+    lag=50,
+    oldest_ms=7_200_000,
+    dead_letters=3,
+    stuck=2,
+    parked=1,
+    modes=("workers",),
 )
 
 

@@ -7,8 +7,8 @@ from millstream.admin.handler_sweep import HandlerSweep
 from millstream.redis_client.client import Client
 
 
-def turn(sweep: HandlerSweep) -> int:
-    """One turn of a sweep, until nothing waits; how many handlers on streams its steps have read."""
+def sweep_round(sweep: HandlerSweep) -> int:
+    """One round of a sweep, until nothing waits; how many handlers on streams its steps have read."""
     sweep.begin()
     count = 0
     while sweep.is_waiting:
@@ -19,5 +19,5 @@ def turn(sweep: HandlerSweep) -> int:
 def swept(client: Client, at_ms: int) -> Sample:
     """The figures of all handlers, read now, as a sample of `at_ms`."""
     with closing(HandlerSweep(client)) as sweep:
-        turn(sweep)
+        sweep_round(sweep)
         return sample_of(sweep, at_ms)

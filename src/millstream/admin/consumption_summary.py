@@ -89,7 +89,11 @@ def summarize_readers(found: Inspection) -> tuple[ReaderReport, ...]:
     grouped: dict[tuple[ReaderKind, str], list[tuple[str, _ReaderOnStream]]] = defaultdict(list)
     for handler in found.handlers:
         one = _ReaderOnStream(
-            stream=streams.get(handler.stream), mode=handler.mode, alive=handler.workers, report=handler, done=handler.committed
+            stream=streams.get(handler.stream),
+            mode=handler.mode,
+            alive=handler.workers,
+            report=handler,
+            done=handler.committed,
         )
         grouped["handler", handler.label].append((handler.stream, one))
     for stream in found.streams:

@@ -25,8 +25,8 @@ class SweepPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """How much a sweep reads.
 
     * `at_once`: handlers on streams in one step; some fourteen commands each
-    * `unchanged_at_once`: in each turn, those of which nothing was reported, as key tracking does not report all
-    * `pages_at_once`: pages of names of keys, a thousand each, in each turn, and in each step until all are scanned once
+    * `unchanged_at_once`: in each round, those of which nothing was reported, as key tracking does not report all
+    * `pages_at_once`: pages of names of keys, a thousand each, in each round, and in each step until all are scanned once
     """
 
     at_once: int = 100
@@ -63,8 +63,8 @@ class PlaceFigures(msgspec.Struct, frozen=True, gc=False):
 class HandlerSweep:
     """Reads every handler on each of its streams once, and then again what may have changed, in bounded steps.
 
-    A turn is a call of `begin`, and of `step` until nothing waits. Where the server or the user does not allow key tracking,
-    it reads some in each turn, those first that were read the longest ago. Handlers are known by their metadata; new ones
+    A round is a call of `begin`, and of `step` until nothing waits. Where the server or the user does not allow key tracking,
+    it reads some in each round, those first that were read the longest ago. Handlers are known by their metadata; new ones
     are found once the names of all keys were scanned again. Not for several threads at the same time.
     """
 
@@ -95,7 +95,7 @@ class HandlerSweep:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether another step has something to read in this turn."""
+        """Whether another step has something to read in this round."""
         return not self._is_scanned or bool(self._waiting)
 
     @property
@@ -113,7 +113,7 @@ class HandlerSweep:
         return self._figures.items()
 
     def begin(self) -> None:
-        """Begin a turn: find what has changed, scan some of the names, and read some that have not changed."""
+        """Begin a round: find what has changed, scan some of the names, and read some that have not changed."""
         now_ms = self.clock.monotonic_ms()
         changed = self._tracker.changed()
         if changed is None:
@@ -126,7 +126,9 @@ class HandlerSweep:
         self._checked_ms = now_ms
         if self._is_scanned:
             self._scan()
-            self._read([*islice((one for one in self._figures if one not in self._waiting), self._policy.unchanged_at_once)])
+            self._read(
+                [*islice((one for one in self._figures if one not in self._waiting), self._policy.unchanged_at_once)]
+            )
 
     def step(self) -> int:
         """Read the next that wait; return how many handlers on streams these were."""

@@ -34,7 +34,8 @@ def with_totals(client: Client, readers: Sequence[ReaderReport], totals: Sample)
     Adds the handlers that are on no stream of the sample: for each, a command about its workers and one about its run.
     """
     known = {one.name: one for one in readers if one.kind == "handler"}
-    missing = [HandlerKeys(*label.split(".", 1), stream="") for label in totals.handlers if label not in known]
+    names = [label.partition(".") for label in totals.handlers if label not in known]
+    missing = [HandlerKeys(app, handler, "") for app, _, handler in names]
     announced = announced_workers(client, missing) if missing else {}
     runs = find_runs(client, [(one.app, one.handler) for one in missing])
     for keys in missing:
@@ -59,8 +60,11 @@ def waiting_elsewhere(
             severity="warning" if reader.alive or on_spark else "problem",
             since_ms=totals.at_ms - age_ms,
             what=f"{label}: {pluralize(one.lag, 'entry waits', 'entries wait')} on all its streams, the oldest for "
-            f"{format_age(age_ms)}, on a stream that was not checked" + ("" if reader.alive else ", and no worker or run is alive"),
-            why="its workers do not keep up, or its first messages are stuck" if reader.alive else "nothing processes them",
+            f"{format_age(age_ms)}, on a stream that was not checked"
+            + ("" if reader.alive else ", and no worker or run is alive"),
+            why="its workers do not keep up, or its first messages are stuck"
+            if reader.alive
+            else "nothing processes them",
             mend=(
                 *((f"millstream key list {label}",) if reader.alive else ()),
                 start_command("spark" if on_spark else "workers", label.partition(".")[0]),
