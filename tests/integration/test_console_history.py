@@ -2,11 +2,13 @@
 
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 
 import msgspec
 import pytest
 
-from millstream.admin.figure_history import STEP_MS, FigureHistory, HandlerSample, Sample, read_sample
+from millstream.admin.figure_history import STEP_MS, FigureHistory, HandlerSample, Sample, sample_of
+from millstream.admin.handler_sweep import HandlerSweep, SweepPolicy
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import history_key, history_writer_key
 from millstream.redis_client.pipelining import server_time_ms
@@ -19,6 +21,7 @@ from tests.support.consoles import SCRIPT, Browser, authorized, fill_with
 from tests.support.deployments import lent_cluster
 from tests.support.keyed_fixtures import joined_by_field
 from tests.support.service_process import ServiceProcess
+from tests.support.sweeps import sweep_round, swept
 from tests.support.waiting import eventually
 from tests.support.workers import double, fill, make, working
 
@@ -52,7 +55,7 @@ def expire_newest(client: Client) -> None:
 
 def test_a_sample_has_the_figures_of_each_handler(client: Client) -> None:
     fill_with(client, "x")
-    found = read_sample(client, 60_000)
+    found = swept(client, 60_000)
     assert found.step_ms == STEP_MS
     (figures,) = found.handlers.values()
     assert [*found.handlers] == ["shop.pay"]
@@ -110,14 +113,34 @@ def test_the_history_is_capped_at_a_day(client: Client) -> None:
     assert 1_440 <= client.execute("XLEN", history_key()) <= 1_600
 
 
-def test_reading_many_handlers_takes_ten_commands_a_second_at_most(client: Client) -> None:
-    for n in range(80):
+def test_what_does_not_change_is_not_read_again(client: Client) -> None:
+    places = [joined_by_field(client, f"orders{n}", app="shop", handler="pay") for n in range(40)]
+    for one in places:
+        client.execute("XADD", one.stream, "*", "key", "x")
+    with closing(HandlerSweep(client, SweepPolicy(at_once=7, unchanged_at_once=0))) as sweep:
+        assert sweep_round(sweep) == 40
+        before = commands_run(client.execute)
+        assert sweep_round(sweep) == 0
+        read = commands_run(client.execute) - before
+        assert set(read) <= {"client|tracking", "scan", "info"}, "nothing of a stream, and nothing of a handler"
+        client.execute("XADD", "orders7", "*", "key", "x")
+        assert sweep_round(sweep) == 1
+        assert sample_of(sweep, 0).handlers["shop.pay"].lag == 41
+
+
+def test_a_sample_has_all_streams_however_few_a_step_reads(client: Client) -> None:
+    for n in range(30):
         joined_by_field(client, f"orders{n}", app="shop", handler="pay")
         client.execute("XADD", f"orders{n}", "*", "key", "x")
-    before = commands_run(client.execute).total()
-    found = read_sample(client, 0)
-    assert found.step_ms > STEP_MS
-    assert commands_run(client.execute).total() - before <= 10 * found.step_ms / 1_000
+    with closing(HandlerSweep(client, SweepPolicy(at_once=4))) as sweep:
+        sweep.begin()
+        while sweep.is_waiting:
+            assert not sweep.is_complete
+            sweep.step()
+        assert sweep.is_complete
+        found = sample_of(sweep, 0)
+    assert (found.handlers["shop.pay"].streams, found.handlers["shop.pay"].lag) == (30, 30)
+    assert found.age_ms == 0
 
 
 def test_a_console_that_runs_writes_a_sample_and_releases_the_name_at_its_end(client: Client) -> None:

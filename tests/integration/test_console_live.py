@@ -14,7 +14,7 @@ import pytest
 from starlette.requests import Request
 
 from millstream.admin.audit_log import AuditLog
-from millstream.admin.figure_history import STEP_MS, FigureHistory, read_sample
+from millstream.admin.figure_history import STEP_MS, FigureHistory
 from millstream.errors import Unavailable
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
@@ -38,6 +38,7 @@ from tests.support.commandline import reserved_port
 from tests.support.console_browsing import await_text, log_in, record_reports, visit
 from tests.support.console_threads import ConsoleThread
 from tests.support.consoles import BASE, TOKENS, client_of, console, fill_with, write_tokens
+from tests.support.sweeps import swept
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.cli, pytest.mark.usefixtures("unhurried")]
@@ -67,7 +68,7 @@ def filled(client: Client) -> Client:
     fill_with(client, SECRET)
     client.execute("XGROUP", "CREATE", "orders", "readers", "0")
     for minutes in (3, 2):
-        FigureHistory(client).add(read_sample(client, server_time_ms(client) - minutes * STEP_MS))
+        FigureHistory(client).add(swept(client, server_time_ms(client) - minutes * STEP_MS))
     return client
 
 

@@ -1,11 +1,12 @@
 """Every page of the console, and data that fills each."""
 
-from millstream.admin.figure_history import STEP_MS, FigureHistory, read_sample
+from millstream.admin.figure_history import STEP_MS, FigureHistory
 from millstream.groups import Group
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
 from millstream.redis_client.pipelining import server_time_ms
 from tests.support.consoles import add_output, fill_with
+from tests.support.sweeps import swept
 
 PAGES = (
     *(
@@ -55,4 +56,4 @@ def fill_pages(client: Client) -> None:
     client.execute("XADD", letters, "2-0", *letter)
     for minutes in (40, 3, 2):
         at_ms = server_time_ms(client) - minutes * STEP_MS
-        FigureHistory(client).add(read_sample(client, at_ms))
+        FigureHistory(client).add(swept(client, at_ms))

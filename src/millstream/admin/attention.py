@@ -7,9 +7,10 @@ from functools import partial
 from millstream.admin.consumption_summary import ReaderReport, summarize_readers
 from millstream.admin.data_checks import DATA_CHECKS
 from millstream.admin.doctor import Diagnosis, diagnose
-from millstream.admin.figure_history import FigureHistory
+from millstream.admin.figure_history import FigureHistory, Sample
 from millstream.admin.findings import Finding, run_check
 from millstream.admin.lag_trend import TREND_MS, rising_lags
+from millstream.admin.total_readers import newest_totals, waiting_elsewhere, with_totals
 from millstream.redis_client.client import Client
 from millstream.redis_client.formats import format_age
 from millstream.redis_client.pipelining import server_time_ms
@@ -36,12 +37,14 @@ _EXPLAINING_LAG = frozenset(("late", "waiting", "paused", "failed-queries"))
 class Overview:
     """The findings that need attention, and the readers. Problems come first, and those of data before those of Redis.
 
-    `streams`, `is_sample`: as in Diagnosis; `diagnosis`: all findings.
+    `diagnosis`: all findings. `totals`: where these are of a sample of streams, the figures of handlers on all streams, which
+    the readers have, too; None if there are none yet.
     """
 
     attention: tuple[Finding, ...]
     readers: tuple[ReaderReport, ...]
     diagnosis: Diagnosis
+    totals: Sample | None = None
 
     @property
     def needs_attention(self) -> bool:
@@ -55,6 +58,7 @@ class Overview:
         sample = f" on the {self.diagnosis.streams:,} streams of the sample" if self.diagnosis.is_sample else ""
         if not self.readers:
             return f"No handler has run{sample or ' on this Redis'} yet."
+        sample = f"{sample}, which were checked" if sample and self.totals else sample
         oldest = f"The oldest entry that waits is {format_age(max(waiting))} old." if waiting else "No entry waits."
         letters = sum(one.dead_letters for one in self.readers)
         old = f" Older dead letters that wait for an operator: {letters:,}." if letters else ""
@@ -70,12 +74,19 @@ def read_overview(client: Client, *, max_streams: int = 1_000, old_ms: int = 600
     A check that Redis refuses is a finding. Raises ConfigError for an invalid URL.
     """
     diagnosis = diagnose(client, max_streams=max_streams, old_ms=old_ms)
+    readers = () if diagnosis.inspection is None else summarize_readers(diagnosis.inspection)
+    totals = newest_totals(client) if diagnosis.is_sample else None
     urgent = [one for one in diagnosis.findings if one.severity != "ok" and one.check in LISTED and not _is_old(one)]
     urgent += run_check(_RISING, partial(_rising_lags, client, diagnosis))
+    if totals is not None:
+        readers = with_totals(client, readers, totals)
+        explained = {one.handler for one in urgent if one.handler is not None and one.check in _EXPLAINING_LAG}
+        urgent += waiting_elsewhere(readers, totals, explained, old_ms)
     return Overview(
         attention=tuple(sorted(urgent, key=_urgency)),
-        readers=() if diagnosis.inspection is None else summarize_readers(diagnosis.inspection),
+        readers=readers,
         diagnosis=diagnosis,
+        totals=totals,
     )
 
 

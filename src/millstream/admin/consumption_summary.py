@@ -88,9 +88,12 @@ def summarize_readers(found: Inspection) -> tuple[ReaderReport, ...]:
     streams = {stream.name: stream for stream in found.streams}
     grouped: dict[tuple[ReaderKind, str], list[tuple[str, _ReaderOnStream]]] = defaultdict(list)
     for handler in found.handlers:
-        mode = handler.engine + (" by key" if handler.keyed else "")
         one = _ReaderOnStream(
-            stream=streams.get(handler.stream), mode=mode, alive=handler.workers, report=handler, done=handler.committed
+            stream=streams.get(handler.stream),
+            mode=handler.mode,
+            alive=handler.workers,
+            report=handler,
+            done=handler.committed,
         )
         grouped["handler", handler.label].append((handler.stream, one))
     for stream in found.streams:

@@ -1,32 +1,24 @@
 """FigureHistory: the figures of all handlers over the last 24 hours, kept in one capped stream of Redis."""
 
-import math
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 import msgspec
 
-from millstream.admin.consumption_summary import ReaderReport, summarize_readers
-from millstream.admin.inspection import inspect
-from millstream.admin.reports import Inspection
+from millstream.admin.handler_sweep import HandlerSweep, PlaceFigures
 from millstream.errors import CommandFailed
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import history_key
 from millstream.redis_client.replies import mapping_of
 
 STEP_MS = 60_000
-"""The time between two samples, in milliseconds, unless there are so many streams that it is longer."""
+"""The time between two samples, in milliseconds."""
 
 KEPT_MS = 86_400_000
-MOST_STREAMS = 1_000
 MOST_HANDLERS = 100
 
 _PAGE = 200
-_COMMANDS_PER_S = 10
-_COMMANDS_PER_STREAM = 4
-_COMMANDS_PER_HANDLER = 12
 
 
 class HandlerSample(msgspec.Struct, array_like=True, frozen=True):
@@ -36,7 +28,8 @@ class HandlerSample(msgspec.Struct, array_like=True, frozen=True):
     * `added`, `done`, `dead`: totals of entries added to its streams, of messages that it has committed, and of those
       that became dead letters; None if unknown
     * `lag`, `oldest_ms`: uncommitted entries, and the age of the first; None if unknown, or for no entry
-    * `dead_letters`: dead letters in its queue; `stuck`: keys that are parked or back off
+    * `dead_letters`: dead letters in its queue; `stuck`: keys that are parked or back off; `parked`: the former of these
+    * `pending`, `in_flight`, `paused`, `modes`: as in ReaderReport; `is_exact`: the lag is no lower bound
     """
 
     streams: int
@@ -47,6 +40,12 @@ class HandlerSample(msgspec.Struct, array_like=True, frozen=True):
     oldest_ms: int | None
     dead_letters: int
     stuck: int
+    parked: int = 0
+    pending: int = 0
+    in_flight: int = 0
+    paused: int = 0
+    is_exact: bool = True
+    modes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,12 +53,14 @@ class Sample:
     """The figures of all handlers at one time.
 
     * `at_ms`: Unix milliseconds, by the clock of Redis; `step_ms`: after this time the next sample is due
-    * `is_partial`: it has the first 100 handlers only; or none, as there are more than 1,000 streams
+    * `is_partial`: it has the first 100 handlers only
+    * `age_ms`: how old the oldest of its figures may be, in milliseconds
     """
 
     at_ms: int
     step_ms: int = STEP_MS
     is_partial: bool = False
+    age_ms: int = 0
     handlers: Mapping[str, HandlerSample] = field(default_factory=dict)
 
 
@@ -68,47 +69,43 @@ class _Stored(msgspec.Struct, array_like=True, frozen=True):
     step_ms: int
     is_partial: bool
     handlers: dict[str, HandlerSample]
+    age_ms: int = 0
 
 
-def read_sample(client: Client, at_ms: int) -> Sample:
-    """The figures of all handlers as of now, which is `at_ms`. Raises RedisError.
-
-    `step_ms` is so long that reading takes at most ten commands a second on average.
-    """
-    found = inspect(client, max_streams=MOST_STREAMS)
-    commands = _COMMANDS_PER_STREAM * len(found.streams) + _COMMANDS_PER_HANDLER * len(found.handlers)
-    step_ms = STEP_MS * max(1, math.ceil(commands * 1_000 / _COMMANDS_PER_S / STEP_MS))
-    if found.is_sample:
-        return Sample(at_ms=at_ms, step_ms=step_ms, is_partial=True)
-    readers = [one for one in summarize_readers(found) if one.kind == "handler"]
-    dead = _count_dead(found)
+def sample_of(sweep: HandlerSweep, at_ms: int) -> Sample:
+    """The figures of all handlers that a sweep knows at `at_ms`, which is now."""
+    now_ms = sweep.clock.monotonic_ms()
+    by_handler: dict[str, list[PlaceFigures]] = {}
+    for keys, figures in sweep.figures():
+        by_handler.setdefault(keys.label, []).append(figures)
+    labels = sorted(by_handler)
     return Sample(
         at_ms=at_ms,
-        step_ms=step_ms,
-        is_partial=len(readers) > MOST_HANDLERS,
-        handlers={one.name: _sample_of(one, dead[one.name]) for one in readers[:MOST_HANDLERS]},
+        age_ms=int(sweep.age_ms),
+        is_partial=len(labels) > MOST_HANDLERS,
+        handlers={label: _summed(by_handler[label], now_ms) for label in labels[:MOST_HANDLERS]},
     )
 
 
-def _count_dead(found: Inspection) -> Mapping[str, int]:
-    """How many messages of each handler have become dead letters."""
-    counts: Counter[str] = Counter()
-    for one in found.handlers:
-        counts[one.label] += one.dead
-    return counts
-
-
-def _sample_of(reader: ReaderReport, dead: int) -> HandlerSample:
-    is_readable = reader.status != "unreadable"
+def _summed(places: Sequence[PlaceFigures], now_ms: float) -> HandlerSample:
+    is_readable = all(one.is_readable for one in places)
+    lags = [one.lag for one in places if one.lag is not None]
+    oldest_ms = min((one.oldest_since_ms for one in places if one.oldest_since_ms is not None), default=None)
     return HandlerSample(
-        streams=reader.streams,
-        added=reader.added if is_readable else None,
-        done=reader.done if is_readable else None,
-        dead=dead if is_readable else None,
-        lag=reader.lag,
-        oldest_ms=reader.oldest_age_ms,
-        dead_letters=reader.dead_letters,
-        stuck=reader.parked + reader.backing_off,
+        streams=len(places),
+        added=sum(one.added for one in places) if is_readable else None,
+        done=sum(one.done for one in places) if is_readable else None,
+        dead=sum(one.dead for one in places) if is_readable else None,
+        lag=sum(lags) if lags else None,
+        oldest_ms=None if oldest_ms is None else max(0, int(now_ms - oldest_ms)),
+        dead_letters=sum(one.dead_letters for one in places),
+        stuck=sum(one.parked + one.backing_off for one in places),
+        parked=sum(one.parked for one in places),
+        pending=sum(one.pending for one in places),
+        in_flight=sum(one.in_flight for one in places),
+        paused=sum(one.is_paused for one in places),
+        is_exact=all(one.is_exact for one in places),
+        modes=tuple(sorted({one.mode for one in places})),
     )
 
 
@@ -118,10 +115,13 @@ class FigureHistory:
     def __init__(self, client: Client) -> None:
         self._client = client
 
+    def newest(self) -> Sample | None:
+        """The newest sample; one without handlers if it is unreadable. Raises RedisError."""
+        return next(map(_parse, self._client.execute("XREVRANGE", history_key(), "+", "-", "COUNT", 1)), None)
+
     def is_due(self, now_ms: int) -> bool:
         """Whether the step of the newest sample is over. `now_ms`: by the clock of Redis. Raises RedisError."""
-        newest = self._client.execute("XREVRANGE", history_key(), "+", "-", "COUNT", 1)
-        found = next(map(_parse, newest), None)
+        found = self.newest()
         return found is None or now_ms // STEP_MS >= (found.at_ms + found.step_ms) // STEP_MS
 
     def add(self, sample: Sample) -> bool:
@@ -130,7 +130,9 @@ class FigureHistory:
         Its id is the minute: however many processes add, Redis takes one of each minute.
         """
         minute_ms = sample.at_ms // STEP_MS * STEP_MS
-        stored = msgspec.msgpack.encode(_Stored(sample.at_ms, sample.step_ms, sample.is_partial, dict(sample.handlers)))
+        stored = msgspec.msgpack.encode(
+            _Stored(sample.at_ms, sample.step_ms, sample.is_partial, dict(sample.handlers), sample.age_ms)
+        )
         most = KEPT_MS // STEP_MS
         try:
             self._client.execute("XADD", history_key(), "MAXLEN", "~", most, f"{minute_ms}-0", "sample", stored)
@@ -161,6 +163,7 @@ def _parse(entry: tuple[bytes, list[bytes]]) -> Sample:
             at_ms=stored.at_ms,
             step_ms=max(STEP_MS, stored.step_ms),
             is_partial=stored.is_partial,
+            age_ms=stored.age_ms,
             handlers=stored.handlers,
         )
     return Sample(at_ms=at_ms)

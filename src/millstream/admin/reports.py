@@ -114,6 +114,11 @@ class HandlerReport(msgspec.Struct, frozen=True, kw_only=True):
         return HandlerKeys(self.app, self.handler, self.stream)
 
     @property
+    def mode(self) -> str:
+        """How it reads: its engine, with "by key" if it has a key."""
+        return f"{self.engine} by key" if self.keyed else self.engine
+
+    @property
     def label(self) -> str:
         """The name of the handler that is shown to users."""
         return f"{self.app}.{self.handler}"

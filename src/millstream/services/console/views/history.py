@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from millstream.admin.figure_history import MOST_HANDLERS, MOST_STREAMS, STEP_MS, FigureHistory, Sample
+from millstream.admin.figure_history import MOST_HANDLERS, STEP_MS, FigureHistory, Sample
 from millstream.admin.figure_points import FigurePoints, Point, points_of
 from millstream.errors import AccessDenied, WrongType
 from millstream.redis_client.formats import format_age, format_count
@@ -81,10 +81,13 @@ def history_of(page: PageRequest, handler: str | None = None) -> ShownHistory:
     bucket_ms = max(STEP_MS, range_ms // _MOST_POINTS)
     points = points_of(samples, handler, start_ms=end_ms - range_ms, end_ms=end_ms, bucket_ms=bucket_ms)
     rest = {name: one for name, one in page.query.items() if name not in ("hours", "done", "signature")}
-    partial = (
-        f"The history has the first {MOST_HANDLERS} handlers, and nothing while there are more than"
-        f" {MOST_STREAMS:,} streams."
-    )
+    partial = [f"The history has the first {MOST_HANDLERS} handlers."] if points.is_partial else []
+    age_ms = max((one.age_ms for one in samples), default=0)
+    if age_ms >= STEP_MS:
+        partial.append(
+            f"Of the streams that change more are read than in a minute: a part of the figures is up to"
+            f" {format_age(age_ms)} older than the time of its point."
+        )
     return ShownHistory(
         points=points,
         ranges=[(one, page.url(page.path, **rest, hours=str(one))) for one in RANGES_H],
@@ -92,7 +95,7 @@ def history_of(page: PageRequest, handler: str | None = None) -> ShownHistory:
         charts=[chart_of(name, title, points, series) for name, title, series in _CHARTS],
         columns=[one.name for _, _, series in _CHARTS for one in series],
         rows=_rows(points),
-        notes=[*notes, *([partial] if points.is_partial else [])],
+        notes=[*notes, *partial],
     )
 
 

@@ -1,0 +1,133 @@
+"""Totals: where there are so many streams that the overview checks a sample, the figures of handlers on all of them."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from millstream.admin.consumption_summary import ReaderReport, Status
+from millstream.admin.figure_history import FigureHistory, HandlerSample, Sample
+from millstream.admin.findings import Finding, start_command
+from millstream.admin.liveness import announced_workers, find_runs
+from millstream.errors import AccessDenied, WrongType
+from millstream.redis_client.client import Client
+from millstream.redis_client.formats import format_age, pluralize
+from millstream.redis_client.key_names import HandlerKeys
+from millstream.redis_client.pipelining import server_time_ms
+
+_USABLE_MS = 600_000
+"""So old may totals be: a console that begins to collect has to read all streams first."""
+
+
+def newest_totals(client: Client) -> Sample | None:
+    """The newest sample of the history, if it is less than ten minutes old and this user may read it. Raises RedisError."""
+    try:
+        found = FigureHistory(client).newest()
+    except (AccessDenied, WrongType):
+        return None
+    if found is None or not found.handlers or server_time_ms(client) - found.at_ms >= _USABLE_MS:
+        return None
+    return found
+
+
+def with_totals(client: Client, readers: Sequence[ReaderReport], totals: Sample) -> tuple[ReaderReport, ...]:
+    """The readers of a sample of streams, those handlers that have totals with these. Raises RedisError.
+
+    Adds the handlers that are on no stream of the sample: for each, a command about its workers and one about its run.
+    """
+    known = {one.name: one for one in readers if one.kind == "handler"}
+    names = [label.partition(".") for label in totals.handlers if label not in known]
+    missing = [HandlerKeys(app, handler, "") for app, _, handler in names]
+    announced = announced_workers(client, missing) if missing else {}
+    runs = find_runs(client, [(one.app, one.handler) for one in missing])
+    for keys in missing:
+        known[keys.label] = _unseen(keys.label, len(announced[keys.label]) + ((keys.app, keys.handler) in runs))
+    found = [_summed(one, totals.handlers[name]) if name in totals.handlers else one for name, one in known.items()]
+    return (*sorted(found, key=lambda one: one.name), *(one for one in readers if one.kind != "handler"))
+
+
+def waiting_elsewhere(
+    readers: Sequence[ReaderReport], totals: Sample, explained: Collection[str], old_ms: int
+) -> Iterator[Finding]:
+    """Handlers whose oldest entry waits on a stream that is not in the sample, but for those that are `explained`."""
+    by_name: Mapping[str, ReaderReport] = {one.name: one for one in readers if one.kind == "handler"}
+    for label, one in totals.handlers.items():
+        reader, age_ms = by_name[label], one.oldest_ms or 0
+        if label in explained or not one.lag or age_ms < old_ms or one.paused == one.streams:
+            continue
+        on_spark = all(mode.startswith("spark") for mode in reader.modes)
+        yield Finding(
+            check="late" if reader.alive else "waiting",
+            handler=label,
+            severity="warning" if reader.alive or on_spark else "problem",
+            since_ms=totals.at_ms - age_ms,
+            what=f"{label}: {pluralize(one.lag, 'entry waits', 'entries wait')} on all its streams, the oldest for "
+            f"{format_age(age_ms)}, on a stream that was not checked"
+            + ("" if reader.alive else ", and no worker or run is alive"),
+            why="its workers do not keep up, or its first messages are stuck"
+            if reader.alive
+            else "nothing processes them",
+            mend=(
+                *((f"millstream key list {label}",) if reader.alive else ()),
+                start_command("spark" if on_spark else "workers", label.partition(".")[0]),
+            ),
+        )
+
+
+def _unseen(name: str, alive: int) -> ReaderReport:
+    """A handler that is on no stream of the sample, without figures."""
+    return ReaderReport(
+        name=name,
+        kind="handler",
+        modes=(),
+        alive=alive,
+        status="idle",
+        streams=0,
+        lag=None,
+        lag_exact=True,
+        lag_min=None,
+        lag_avg=None,
+        lag_max=None,
+        largest_lags=(),
+        oldest_age_ms=None,
+        pending=0,
+        in_flight=None,
+        parked=0,
+        backing_off=0,
+        blocked=0,
+        dead_letters=0,
+        paused=0,
+        added=0,
+        done=None,
+    )
+
+
+def _summed(reader: ReaderReport, total: HandlerSample) -> ReaderReport:
+    return replace(
+        reader,
+        modes=total.modes,
+        status=_status(reader, total),
+        streams=total.streams,
+        lag=total.lag,
+        lag_exact=total.is_exact,
+        oldest_age_ms=total.oldest_ms,
+        pending=total.pending,
+        in_flight=total.in_flight,
+        parked=total.parked,
+        backing_off=total.stuck - total.parked,
+        dead_letters=total.dead_letters,
+        paused=total.paused,
+        added=total.added or 0,
+        done=total.done,
+    )
+
+
+def _status(reader: ReaderReport, total: HandlerSample) -> Status:
+    """As in ReaderReport; a crash loop is known of its app's workers, and not of streams."""
+    if total.done is None:
+        return "unreadable"
+    if total.paused == total.streams:
+        return "paused"
+    if not reader.alive and total.lag:
+        return "not running"
+    if reader.status == "crash loop":
+        return "crash loop"
+    return "partly paused" if total.paused else "running" if reader.alive else "idle"

@@ -1,0 +1,109 @@
+"""The overview of more streams than it checks: totals of all streams from the history, and until then a sample."""
+
+from collections.abc import Iterator
+from functools import partial
+from importlib import import_module
+
+import msgspec
+import pytest
+
+from millstream.admin.attention import read_overview
+from millstream.admin.figure_history import FigureHistory, HandlerSample, Sample
+from millstream.redis_client.client import Client
+from millstream.redis_client.pipelining import server_time_ms
+from millstream.services.console import Level
+from millstream.services.console.history_writer import HistoryWriter
+from tests.support.consoles import Browser, authorized
+from tests.support.keyed_fixtures import joined_by_field
+
+pytestmark = [pytest.mark.cli, pytest.mark.usefixtures("unhurried")]
+
+FIGURES = HandlerSample(
+    streams=7,
+    added=90,
+    done=40,
+    dead=0,
+    lag=50,
+    oldest_ms=7_200_000,
+    dead_letters=3,
+    stuck=2,
+    parked=1,
+    modes=("workers",),
+)
+
+
+@pytest.fixture
+def browser(client: Client, monkeypatch: pytest.MonkeyPatch) -> Iterator[Browser]:
+    """The overview checks three streams, of ten that `shop.pay` has, each with an entry."""
+    page = import_module("millstream.services.console.views.overview")
+    monkeypatch.setattr(page, "read_overview", partial(read_overview, max_streams=3))
+    monkeypatch.setattr(page, "_KEEP_MS", 0.0)
+    for n in range(10):
+        joined_by_field(client, f"orders{n}", app="shop", handler="pay")
+        client.execute("XADD", f"orders{n}", "*", "key", "x")
+    with authorized(client.url, Level.FIGURES) as opened:
+        yield opened
+
+
+def row_of(browser: Browser, handler: str, path: str = "/") -> list[str]:
+    """The words of a handler's row."""
+    text = browser.get(path).html.partition(f">{handler}</a></th>")[2].partition("</tr>")[0]
+    return [one.partition("</td>")[0].partition(">")[2] for one in text.split("<td")[1:]]
+
+
+def add_totals(client: Client, *, age_ms: int = 0, ago_ms: int = 0, **handlers: HandlerSample) -> None:
+    figures = {f"shop.{name}": one for name, one in handlers.items()}
+    at_ms = server_time_ms(client) - ago_ms
+    assert FigureHistory(client).add(Sample(at_ms=at_ms, age_ms=age_ms, handlers=figures))
+
+
+def test_the_overview_is_of_a_sample_until_all_streams_were_read_once_and_then_of_all(
+    client: Client, browser: Browser
+) -> None:
+    page = browser.get("/")
+    assert "these figures are of a sample of 3, until millstream console has read all streams once" in page.text
+    assert row_of(browser, "shop.pay")[3:5] == ["3", "3"]
+    assert HistoryWriter(client.url).write(), "another console, which collects"
+    page = browser.get("/")
+    assert "Figures of handlers are of all streams, as of" in page.text
+    assert "older" not in page.text
+    assert row_of(browser, "shop.pay")[3:5] == ["10", "10"]
+
+
+def test_the_overview_says_how_old_the_oldest_part_of_the_totals_is(client: Client, browser: Browser) -> None:
+    add_totals(client, age_ms=300_000, pay=FIGURES)
+    assert "and some up to 5 min older, as more streams change than are read in a minute" in browser.get("/").text
+
+
+def test_totals_that_nothing_renews_are_not_shown(client: Client, browser: Browser) -> None:
+    add_totals(client, ago_ms=700_000, pay=FIGURES)
+    assert "these figures are of a sample of 3" in browser.get("/").text
+
+
+def test_a_handler_on_no_stream_of_the_sample_has_a_row_and_is_in_the_attention_list_if_its_entries_wait(
+    client: Client, browser: Browser
+) -> None:
+    add_totals(client, pay=msgspec.structs.replace(FIGURES, oldest_ms=0), rare=FIGURES)
+    page = browser.get("/")
+    told = "shop.rare: 50 entries wait on all its streams, the oldest for 2 h, on a stream that was not checked, and no worker"
+    assert told in page.text
+    assert row_of(browser, "shop.rare") == ["not running", "workers", "0", "7", "50", "2 h", "0", "1", "1", "3"]
+    assert "shop.pay: 50 entries wait on all" not in page.text
+    assert row_of(browser, "shop.rare", "/handlers")[:2] == ["not running", "workers"]
+
+
+@pytest.mark.parametrize(
+    ("change", "status"),
+    [
+        ({"paused": 7}, "paused"),
+        ({"paused": 1}, "not running"),
+        ({"paused": 1, "lag": 0}, "partly paused"),
+        ({"done": None}, "unreadable"),
+        ({"lag": 0}, "idle"),
+    ],
+)
+def test_the_status_of_a_handler_is_that_on_all_its_streams(
+    client: Client, browser: Browser, change: dict[str, int | None], status: str
+) -> None:
+    add_totals(client, rare=msgspec.structs.replace(FIGURES, **change))
+    assert row_of(browser, "shop.rare")[0] == status
