@@ -68,7 +68,7 @@ def test_the_history_is_shown_oldest_first_of_all_handlers_or_of_some(client: Cl
     assert [one["at_ms"] for one in (older, *recent)] == [now_ms - minutes * STEP_MS for minutes in (90, 20, 10)]
     assert {one["step_ms"] for one in recent} == {STEP_MS}
     assert [one["handlers"]["shop.pay"] for one in recent] == [
-        msgspec.structs.asdict(figures) for figures in (FIGURES, LATER)
+        {**msgspec.structs.asdict(figures), "modes": []} for figures in (FIGURES, LATER)
     ]
     assert recent[0]["handlers"].keys() == {"shop.pay", "bank.book"}
     for name in ("shop", "shop.pay"):
@@ -86,7 +86,7 @@ def test_the_history_is_shown_oldest_first_of_all_handlers_or_of_some(client: Cl
 def test_the_history_says_that_it_is_partial_and_fails_where_another_program_has_its_key(client: Client) -> None:
     FigureHistory(client).add(Sample(at_ms=server_time_ms(client), is_partial=True))
     assert [one["partial"] for one in call("history", "--json", url=client.url).json_lines()] == [True]
-    assert "nothing while there are more than 1,000 streams" in call("history", url=client.url).err
+    assert "the history has the first 100 handlers" in call("history", url=client.url).err
     client.execute("DEL", history_key())
     client.execute("SET", history_key(), "text")
     assert call("history", url=client.url).code == 1

@@ -190,7 +190,9 @@ def _show(found: _Outputs, client: Client) -> None:
         {"total": QueryProgress(batch=1, rows=5, rows_per_s=2.5, took_ms=9, began_ms=1, ui="http://spark")},
     )
     found.run("top", "--once", "--interval", "100ms")
-    figures = HandlerSample(streams=1, added=5, done=4, dead=0, lag=1, oldest_ms=1, dead_letters=0, stuck=1)
+    figures = HandlerSample(
+        streams=1, added=5, done=4, dead=0, lag=1, oldest_ms=1, dead_letters=0, stuck=1, modes=("worker",)
+    )
     FigureHistory(client).add(Sample(at_ms=server_time_ms(client), handlers={"shop.total": figures}))
     found.run("history")
     client.execute("XADD", "totals", "*", "customer", "ann")

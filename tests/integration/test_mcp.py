@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from millstream.admin.figure_history import FigureHistory, read_sample
+from millstream.admin.figure_history import FigureHistory
 from millstream.cli.main import load_command
 from millstream.cli.mcp import READING, SHOWING_STATES
 from millstream.delivery.running_code import report_code
@@ -23,6 +23,7 @@ from tests.support.commandline import Outcome, call, ended, running
 from tests.support.consoles import fill_with
 from tests.support.dead_letters import KEYS, add_dead_letter
 from tests.support.running_codes import CODE_WITH_OUTPUTS
+from tests.support.sweeps import swept
 from tests.support.urls import PASSWORD, contains_password
 
 pytestmark = [pytest.mark.cli, pytest.mark.xdist_group("mcp")]
@@ -107,8 +108,7 @@ def filled(redis: EmbeddedServer) -> Iterator[Client]:
         add_edited(opened, [b"card", CARD.encode()])
         report_code(opened, "shop", {"pay": CODE_WITH_OUTPUTS})
         opened.execute("XADD", "out", "*", "key", "parked x", "card", CARD)
-        sample = read_sample(opened, server_time_ms(opened))
-        assert FigureHistory(opened).add(sample)
+        assert FigureHistory(opened).add(swept(opened, server_time_ms(opened)))
         opened.execute("XGROUP", "CREATE", "orders", "g", "0")
         opened.execute("XREADGROUP", "GROUP", "g", "c", "COUNT", 2, "STREAMS", "orders", ">")
         assert call("lease", "add", "calls", "call:1", url=opened.url).code == 0

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 from msgspec.structs import asdict
 
-from millstream.admin.figure_history import MOST_HANDLERS, MOST_STREAMS, FigureHistory, HandlerSample
+from millstream.admin.figure_history import MOST_HANDLERS, FigureHistory, HandlerSample
 from millstream.admin.time_inputs import parse_time_ms
 from millstream.cli.handler_names import HandlerNames
 from millstream.cli.options import JsonLines, Url
@@ -29,7 +29,8 @@ def history(
     if as_json:
         for one, figures in shown:
             by_handler = {name: asdict(some) for name, some in figures.items()}
-            print_json({"at_ms": one.at_ms, "step_ms": one.step_ms, "partial": one.is_partial, "handlers": by_handler})
+            sample = {"at_ms": one.at_ms, "step_ms": one.step_ms, "partial": one.is_partial, "age_ms": one.age_ms}
+            print_json({**sample, "handlers": by_handler})
         return
     if rows := [_row(one.at_ms, name, some) for one, figures in shown for name, some in figures.items()]:
         columns = ("when", "~handler", ">added", ">done", ">lag", ">oldest", ">dead letters", ">stuck keys")
@@ -37,10 +38,7 @@ def history(
     else:
         print_message("there are no such samples since then: `millstream console` records them while it runs")
     if any(one.is_partial for one in samples):
-        print_message(
-            f"the history has the first {MOST_HANDLERS} handlers, and nothing while there are more than "
-            f"{MOST_STREAMS:,} streams"
-        )
+        print_message(f"the history has the first {MOST_HANDLERS} handlers")
 
 
 def _is_of(name: str, handlers: str | None) -> bool:
