@@ -46,7 +46,7 @@ def completed(line: str, *, shell: str = "bash", program: str = PROGRAM) -> list
     [
         ("millstream ", [*COMMANDS]),
         ("millstream ke", ["key"]),
-        ("millstream key ", ["list", "show", "park", "unpark", "skip"]),
+        ("millstream key ", ["list", "show", "outputs", "park", "unpark", "skip"]),
         ("millstream key un", ["unpark"]),
         ("millstream info --w", ["--wide", "--watch"]),
         ("millstream worker --log-f", ["--log-format"]),
