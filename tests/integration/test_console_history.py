@@ -2,13 +2,12 @@
 
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import closing
 
 import msgspec
 import pytest
 
-from millstream.admin.figure_history import STEP_MS, FigureHistory, HandlerSample, Sample, sample_of
-from millstream.admin.handler_sweep import HandlerSweep, SweepPolicy
+from millstream.admin.figure_history import STEP_MS, FigureHistory, HandlerSample, Sample
+from millstream.admin.handler_sweep import SweepPolicy
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import history_key, history_writer_key
 from millstream.redis_client.pipelining import server_time_ms
@@ -21,7 +20,7 @@ from tests.support.consoles import SCRIPT, Browser, authorized, fill_with
 from tests.support.deployments import lent_cluster
 from tests.support.keyed_fixtures import joined_by_field
 from tests.support.service_process import ServiceProcess
-from tests.support.sweeps import sweep_round, swept
+from tests.support.sweeps import swept
 from tests.support.waiting import eventually
 from tests.support.workers import double, fill, make, working
 
@@ -113,34 +112,32 @@ def test_the_history_is_capped_at_a_day(client: Client) -> None:
     assert 1_440 <= client.execute("XLEN", history_key()) <= 1_600
 
 
-def test_what_does_not_change_is_not_read_again(client: Client) -> None:
-    places = [joined_by_field(client, f"orders{n}", app="shop", handler="pay") for n in range(40)]
-    for one in places:
-        client.execute("XADD", one.stream, "*", "key", "x")
-    with closing(HandlerSweep(client, SweepPolicy(at_once=7, unchanged_at_once=0))) as sweep:
-        assert sweep_round(sweep) == 40
-        before = commands_run(client.execute)
-        assert sweep_round(sweep) == 0
-        read = commands_run(client.execute) - before
-        assert set(read) <= {"client|tracking", "scan", "info"}, "nothing of a stream, and nothing of a handler"
-        client.execute("XADD", "orders7", "*", "key", "x")
-        assert sweep_round(sweep) == 1
-        assert sample_of(sweep, 0).handlers["shop.pay"].lag == 41
-
-
-def test_a_sample_has_all_streams_however_few_a_step_reads(client: Client) -> None:
-    for n in range(30):
+def test_nothing_is_written_until_all_streams_were_read_once_however_few_a_step_reads(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history_writer, "_POLL_S", 0.0)
+    for n in range(5):
         joined_by_field(client, f"orders{n}", app="shop", handler="pay")
         client.execute("XADD", f"orders{n}", "*", "key", "x")
-    with closing(HandlerSweep(client, SweepPolicy(at_once=4))) as sweep:
-        sweep.begin()
-        while sweep.is_waiting:
-            assert not sweep.is_complete
-            sweep.step()
-        assert sweep.is_complete
-        found = sample_of(sweep, 0)
-    assert (found.handlers["shop.pay"].streams, found.handlers["shop.pay"].lag) == (30, 30)
-    assert found.age_ms == 0
+    writer = HistoryWriter(client.url, SweepPolicy(at_once=2))
+    assert [writer.write() for _ in range(3)] == [False, False, True]
+    found = FigureHistory(client).newest()
+    assert found is not None
+    assert (found.handlers["shop.pay"].streams, found.handlers["shop.pay"].lag) == (5, 5)
+
+
+def test_a_console_that_has_lost_the_name_reads_all_anew_before_it_writes(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history_writer, "_POLL_S", 0.0)
+    for n in range(2):
+        joined_by_field(client, f"orders{n}", app="shop", handler="pay")
+    writer = HistoryWriter(client.url, SweepPolicy(at_once=1))
+    assert [writer.write() for _ in range(2)] == [False, True]
+    client.execute("SET", history_writer_key(), "another", "PX", 40_000)
+    assert not writer.write()
+    client.execute("DEL", history_writer_key(), history_key())
+    assert [writer.write() for _ in range(2)] == [False, True]
 
 
 def test_a_console_that_runs_writes_a_sample_and_releases_the_name_at_its_end(client: Client) -> None:
@@ -279,6 +276,19 @@ def test_a_writer_that_redis_refuses_warns_once_and_writes_once_it_may(
         client.execute("ACL", "SETUSER", "no-history", "~*")
         eventually(lambda: client.execute("XLEN", history_key()) == 1, "a sample")
     assert caplog.text.count("history not written") == 1
+
+
+def test_a_console_without_the_name_asks_for_it_once_in_each_poll(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history_writer, "_POLL_S", 3_600.0)
+    client.execute("SET", history_writer_key(), "another", "PX", 3_600_000)
+    before = commands_run(client.execute)["evalsha"]
+    with HistoryWriter(client.url):
+        eventually(lambda: commands_run(client.execute)["evalsha"] > before, "the writer to ask")
+    assert commands_run(client.execute)["evalsha"] - before <= 3, (
+        "once, with and without the text of the script, and its end"
+    )
 
 
 def test_a_forgotten_handler_has_no_page_and_the_others_keep_their_history(client: Client, browser: Browser) -> None:

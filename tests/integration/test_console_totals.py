@@ -7,6 +7,7 @@ from importlib import import_module
 import msgspec
 import pytest
 
+from millstream.admin import handler_details
 from millstream.admin.attention import read_overview
 from millstream.admin.figure_history import FigureHistory, HandlerSample, Sample
 from millstream.redis_client.client import Client
@@ -51,9 +52,10 @@ def row_of(browser: Browser, handler: str, path: str = "/") -> list[str]:
     return [one.partition("</td>")[0].partition(">")[2] for one in text.split("<td")[1:]]
 
 
-def add_totals(client: Client, *, age_ms: int = 0, ago_ms: int = 0, **handlers: HandlerSample) -> None:
+def add_totals(client: Client, *, age_ms: int = 0, at_ms: int | None = None, **handlers: HandlerSample) -> None:
+    """A sample of now, or of `at_ms`."""
     figures = {f"shop.{name}": one for name, one in handlers.items()}
-    at_ms = server_time_ms(client) - ago_ms
+    at_ms = server_time_ms(client) if at_ms is None else at_ms
     assert FigureHistory(client).add(Sample(at_ms=at_ms, age_ms=age_ms, handlers=figures))
 
 
@@ -70,13 +72,34 @@ def test_the_overview_is_of_a_sample_until_all_streams_were_read_once_and_then_o
     assert row_of(browser, "shop.pay")[3:5] == ["10", "10"]
 
 
+def test_the_rate_of_a_handler_is_that_on_all_its_streams_between_the_last_two_samples(
+    client: Client, browser: Browser
+) -> None:
+    now_ms = server_time_ms(client)
+    add_totals(client, at_ms=now_ms - 60_000, pay=FIGURES)
+    add_totals(client, at_ms=now_ms, pay=msgspec.structs.replace(FIGURES, done=40 + 60 * 33))
+    assert row_of(browser, "shop.pay", "/handlers")[3] == "33.0"
+
+
+def test_the_page_of_a_handler_on_more_streams_than_it_reads_has_the_totals_of_all(
+    client: Client, browser: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_totals(client, pay=FIGURES)
+    path = "/handler?name=shop.pay"
+    assert "On all its" not in browser.get(path).text
+    monkeypatch.setattr(handler_details, "_MOST_STREAMS", 4)
+    page = browser.get(path)
+    assert "On all its 7 streams, as of" in page.text
+    assert "50 wait, the oldest for 2 h; 3 dead letters, 2 stuck keys." in page.text
+
+
 def test_the_overview_says_how_old_the_oldest_part_of_the_totals_is(client: Client, browser: Browser) -> None:
     add_totals(client, age_ms=300_000, pay=FIGURES)
     assert "and some up to 5 min older, as more streams change than are read in a minute" in browser.get("/").text
 
 
 def test_totals_that_nothing_renews_are_not_shown(client: Client, browser: Browser) -> None:
-    add_totals(client, ago_ms=700_000, pay=FIGURES)
+    add_totals(client, at_ms=server_time_ms(client) - 700_000, pay=FIGURES)
     assert "these figures are of a sample of 3" in browser.get("/").text
 
 

@@ -77,8 +77,8 @@ class HandlerSweep:
         self._position = SCAN_START
         self._is_scanned = False
         self._on_streams: dict[str, tuple[HandlerKeys, ...]] = {}
-        self._figures: dict[HandlerKeys, PlaceFigures] = {}  # those first that were read the longest ago
-        self._hidden: set[HandlerKeys] = set()  # those that this user may not access
+        # Those first that were read the longest ago; None for one that this user may not access.
+        self._figures: dict[HandlerKeys, PlaceFigures | None] = {}
         self._waiting: dict[HandlerKeys, float] = {}  # since when their figures may be old, the oldest first
         self._changing: set[HandlerKeys] = set()  # those of which all keys are tracked, and not two alone
 
@@ -89,9 +89,7 @@ class HandlerSweep:
     @property
     def is_complete(self) -> bool:
         """Whether every handler was read on each of its streams."""
-        return self._is_scanned and not any(
-            keys not in self._figures and keys not in self._hidden for keys in self._waiting
-        )
+        return self._is_scanned and all(keys in self._figures for keys in self._waiting)
 
     @property
     def is_waiting(self) -> bool:
@@ -102,24 +100,23 @@ class HandlerSweep:
     def age_ms(self) -> float:
         """How old the oldest of the figures are, in milliseconds: since when they may have changed."""
         if self._tracker.refused:
-            first = next(iter(self._figures.values()), None)
+            first = next(filter(None, self._figures.values()), None)
             since_ms = None if first is None else first.read_ms
         else:
             since_ms = next(iter(self._waiting.values()), None)
         return 0.0 if since_ms is None else self.clock.monotonic_ms() - since_ms
 
-    def figures(self) -> Iterable[tuple[HandlerKeys, PlaceFigures]]:
+    def figures(self) -> Iterator[tuple[HandlerKeys, PlaceFigures]]:
         """The figures of every handler on each of its streams, as far as they are read."""
-        return self._figures.items()
+        return ((keys, one) for keys, one in self._figures.items() if one is not None)
 
     def begin(self) -> None:
         """Begin a round: find what has changed, scan some of the names, and read some that have not changed."""
         now_ms = self.clock.monotonic_ms()
         changed = self._tracker.changed()
-        if changed is None:
-            self._position = SCAN_START  # the server may be another one, with other cursors
         if changed is None and not self._tracker.refused:
-            self._wait(self._known(), self._checked_ms)
+            self._position = SCAN_START  # the server may be another one, with other cursors
+            self._wait((one for places in self._on_streams.values() for one in places), self._checked_ms)
         for place in self._places_of(changed or ()):
             self._changing.add(place)
             self._wait((place,), self._checked_ms)
@@ -138,9 +135,6 @@ class HandlerSweep:
         self._read(some)
         return len(some)
 
-    def _known(self) -> Iterator[HandlerKeys]:
-        return (one for places in self._on_streams.values() for one in places)
-
     def _wait(self, places: Iterable[HandlerKeys], since_ms: float) -> None:
         for one in places:
             self._waiting.setdefault(one, since_ms)
@@ -155,40 +149,38 @@ class HandlerSweep:
     def _scan(self) -> None:
         """Scan some of the names for handlers on streams that are not known yet."""
         now_ms = self.clock.monotonic_ms()
-        pages = self._client.scan_keys_from(_METADATA, self._position)
-        for page, position in islice(pages, self._policy.pages_at_once):
+        for number, (page, position) in enumerate(self._client.scan_keys_from(_METADATA, self._position), 1):
             self._position = position
-            for name in page:
-                keys = _parse(from_wire(name))
-                places = () if keys is None else self._on_streams.get(keys.stream, ())
-                if keys is not None and keys not in places:
-                    self._on_streams[keys.stream] = (*places, keys)
+            for keys in filter(None, map(_parse, map(from_wire, page))):
+                known = self._on_streams.get(keys.stream, ())
+                if keys not in known:
+                    self._on_streams[keys.stream] = (*known, keys)
                     self._wait((keys,), now_ms)
-        if next(pages, None) is None:
-            self._position = SCAN_START
-            self._is_scanned = True
+            if number == self._policy.pages_at_once:
+                return
+        self._position = SCAN_START
+        self._is_scanned = True
 
     def _read(self, places: Sequence[HandlerKeys]) -> None:
         """Read these, and have the server track their keys before: no change is missed. Those that are gone are forgotten."""
         if not places:
             return
-        tracked = [name for one in places for name in self._keys_of(one)]
-        is_there = dict(self._tracker.read_each(("EXISTS",), dict.fromkeys(tracked)))
-        gone = [one for one in places if is_there.get(one.meta) == 0]
-        for one in gone:
-            self._forget(one)
+        tracked = dict.fromkeys(name for one in places for name in self._keys_of(one))
+        is_there = dict(self._tracker.read_each(("EXISTS",), tracked))
         left = [one for one in places if is_there.get(one.meta) != 0]
+        for one in set(places).difference(left):
+            self._forget(one)
         read_ms = self.clock.monotonic_ms()
         streams, reports = self._inspect(left)
-        for one in left:
-            self._figures.pop(one, None)
-            self._hidden.add(one)
-            self._waiting.pop(one, None)
-        for report in reports:
-            keys = report.keys
-            place = next(one for one in self._on_streams[keys.stream] if one == keys)
-            self._hidden.discard(place)
-            self._figures[place] = _figures_of(report, streams.get(keys.stream), read_ms)
+        by_keys = {one.keys: one for one in reports}
+        for place in left:
+            report = by_keys.get(place)
+            self._waiting.pop(place, None)
+            self._figures.pop(place, None)
+            if report is None:
+                self._figures[place] = None
+                continue
+            self._figures[place] = _figures_of(report, streams.get(place.stream), read_ms)
             if place not in self._changing and (report.dead_letters or report.parked or report.backing_off):
                 self._changing.add(place)
                 self._wait((place,), read_ms)
@@ -203,7 +195,7 @@ class HandlerSweep:
             return {}, ()  # this user may access none of them
 
     def _keys_of(self, place: HandlerKeys) -> Iterator[str]:
-        """The keys that are tracked: of a handler on a stream that does not change two of them tell that it begins to."""
+        """The keys that are tracked. Before a handler begins to work on a stream, and nothing is stuck there, two suffice."""
         yield place.stream
         yield place.meta
         if place in self._changing:
@@ -212,7 +204,6 @@ class HandlerSweep:
     def _forget(self, place: HandlerKeys) -> None:
         self._figures.pop(place, None)
         self._waiting.pop(place, None)
-        self._hidden.discard(place)
         self._changing.discard(place)
         rest = tuple(one for one in self._on_streams.get(place.stream, ()) if one != place)
         if rest:
