@@ -142,19 +142,12 @@ def test_a_console_that_has_lost_the_name_reads_all_anew_before_it_writes(
 
 def test_a_console_that_runs_writes_a_sample_and_releases_the_name_at_its_end(client: Client) -> None:
     fill_with(client, "x")
-
-    def is_whole() -> bool:
-        """Whether the sample of a console has all handlers: it has none if the process stands still for a second."""
-        client.execute("DEL", history_key())
-        with ServiceProcess(("console",), (), client.url) as console:
-            eventually(lambda: client.execute("XLEN", history_key()) == 1, "a sample")
-            assert client.execute("GET", history_writer_key()) is not None
-            console.process.terminate()
-            console.process.wait()
-            assert client.execute("GET", history_writer_key()) is None
-        return not FigureHistory(client).read(0)[0].is_partial
-
-    eventually(is_whole, "a sample with all handlers")
+    with ServiceProcess(("console",), (), client.url) as console:
+        eventually(lambda: client.execute("XLEN", history_key()) == 1, "a sample")
+        assert client.execute("GET", history_writer_key()) is not None
+        console.process.terminate()
+        console.process.wait()
+        assert client.execute("GET", history_writer_key()) is None
     with authorized(client.url, Level.FIGURES) as browser:
         assert "svg" in browser.get("/").tags
 
@@ -216,6 +209,17 @@ def test_the_overview_says_that_the_lag_of_a_running_handler_rises(
         if told is not None:
             assert f"{sentence} {told}: more entries come" in page.text
             assert "All handlers keep up" not in page.text
+
+
+def test_the_history_says_by_how_much_its_figures_are_older_than_their_time(client: Client, browser: Browser) -> None:
+    now_ms = server_time_ms(client)
+    for minutes, age_ms in ((120, 3_600_000), (2, 59_000), (1, 300_000)):
+        sample = Sample(at_ms=now_ms - minutes * STEP_MS, age_ms=age_ms, handlers={"shop.pay": FIGURES})
+        assert FigureHistory(client).add(sample)
+    assert "Some of these figures are up to 5 min older than their time: more streams change" in browser.get("/").text
+    client.execute("DEL", history_key())
+    assert FigureHistory(client).add(Sample(at_ms=now_ms, age_ms=59_000, handlers={"shop.pay": FIGURES}))
+    assert "older than their time" not in browser.get("/?hours=6").text
 
 
 def test_a_range_is_a_link_that_keeps_the_page(client: Client, browser: Browser) -> None:

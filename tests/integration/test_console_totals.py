@@ -52,11 +52,13 @@ def row_of(browser: Browser, handler: str, path: str = "/") -> list[str]:
     return [one.partition("</td>")[0].partition(">")[2] for one in text.split("<td")[1:]]
 
 
-def add_totals(client: Client, *, age_ms: int = 0, at_ms: int | None = None, **handlers: HandlerSample) -> None:
+def add_totals(
+    client: Client, *, age_ms: int = 0, at_ms: int | None = None, is_partial: bool = False, **handlers: HandlerSample
+) -> None:
     """A sample of now, or of `at_ms`."""
     figures = {f"shop.{name}": one for name, one in handlers.items()}
     at_ms = server_time_ms(client) if at_ms is None else at_ms
-    assert FigureHistory(client).add(Sample(at_ms=at_ms, age_ms=age_ms, handlers=figures))
+    assert FigureHistory(client).add(Sample(at_ms=at_ms, age_ms=age_ms, is_partial=is_partial, handlers=figures))
 
 
 def test_the_overview_is_of_a_sample_until_all_streams_were_read_once_and_then_of_all(
@@ -95,7 +97,15 @@ def test_the_page_of_a_handler_on_more_streams_than_it_reads_has_the_totals_of_a
 
 def test_the_overview_says_how_old_the_oldest_part_of_the_totals_is(client: Client, browser: Browser) -> None:
     add_totals(client, age_ms=300_000, pay=FIGURES)
-    assert "and some up to 5 min older, as more streams change than are read in a minute" in browser.get("/").text
+    assert ", some up to 5 min older. All else is of a sample of 3 streams" in browser.get("/").text
+
+
+def test_the_overview_says_that_handlers_behind_the_first_hundred_have_no_totals(
+    client: Client, browser: Browser
+) -> None:
+    add_totals(client, is_partial=True, pay=FIGURES)
+    told = "All else is of a sample of 3 streams, and so are the handlers behind the first 1 by name."
+    assert told in browser.get("/").text
 
 
 def test_totals_that_nothing_renews_are_not_shown(client: Client, browser: Browser) -> None:

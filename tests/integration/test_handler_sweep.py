@@ -76,6 +76,17 @@ def test_a_key_that_is_parked_and_unparked_shows_in_the_next_round(
     assert figures(sweep).stuck == 0
 
 
+def test_a_key_that_is_parked_where_no_worker_runs_shows_in_the_next_round(
+    client: Client, places: list[KeyedStream]
+) -> None:
+    places[3].enqueue_new(count=100, max_pending=1_000)
+    with closing(HandlerSweep(client, ONLY_CHANGED)) as sweep:
+        sweep_round(sweep)
+        assert call("key", "park", "shop.pay", "x", "--stream", "orders3", url=client.url).code == 0
+        sweep_round(sweep)
+        assert figures(sweep).parked == 1
+
+
 def test_dead_letters_that_go_show_in_the_next_round(client: Client) -> None:
     joined_by_field(client, "orders3", app="shop", handler="pay")
     client.execute("XADD", KEYS.dead_letters, "*", "a", "b")
@@ -125,7 +136,7 @@ def test_without_key_tracking_all_is_read_in_rounds_and_the_age_says_how_long_th
     for n in range(4):
         joined_by_field(client, f"orders{n}", app="shop", handler="pay")
     clock = ManualClock()
-    with closing(HandlerSweep(untracked, SweepPolicy(unchanged_at_once=2), clock=clock)) as sweep:
+    with closing(HandlerSweep(untracked, SweepPolicy(untracked_at_once=2), clock=clock)) as sweep:
         sweep_round(sweep)
         client.execute("XADD", "orders3", "*", "key", "x")
         clock.sleep_ms(10_000)

@@ -24,13 +24,15 @@ _METADATA = f"{PREFIX}:*:meta"
 class SweepPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """How much a sweep reads.
 
-    * `at_once`: handlers on streams in one step; some fourteen commands each
-    * `unchanged_at_once`: in each round, those of which nothing was reported, as key tracking does not report all
+    * `at_once`: handlers on streams in one step; some fifteen commands each
+    * `unchanged_at_once`: in each round, those of which nothing was reported, as key tracking does not report all;
+      `untracked_at_once`: without key tracking
     * `pages_at_once`: pages of names of keys, a thousand each, in each round, and in each step until all are scanned once
     """
 
     at_once: int = 100
     unchanged_at_once: int = 3
+    untracked_at_once: int = 8
     pages_at_once: int = 15
 
 
@@ -80,7 +82,7 @@ class HandlerSweep:
         # Those first that were read the longest ago; None for one that this user may not access.
         self._figures: dict[HandlerKeys, PlaceFigures | None] = {}
         self._waiting: dict[HandlerKeys, float] = {}  # since when their figures may be old, the oldest first
-        self._changing: set[HandlerKeys] = set()  # those of which all keys are tracked, and not two alone
+        self._changing: set[HandlerKeys] = set()  # those of which all keys are tracked
 
     def close(self) -> None:
         """Close the tracked connections; it may be used again."""
@@ -123,9 +125,8 @@ class HandlerSweep:
         self._checked_ms = now_ms
         if self._is_scanned:
             self._scan()
-            self._read(
-                [*islice((one for one in self._figures if one not in self._waiting), self._policy.unchanged_at_once)]
-            )
+            count = self._policy.untracked_at_once if self._tracker.refused else self._policy.unchanged_at_once
+            self._read([*islice((one for one in self._figures if one not in self._waiting), count)])
 
     def step(self) -> int:
         """Read the next that wait; return how many handlers on streams these were."""
@@ -195,11 +196,13 @@ class HandlerSweep:
             return {}, ()  # this user may access none of them
 
     def _keys_of(self, place: HandlerKeys) -> Iterator[str]:
-        """The keys that are tracked. Before a handler begins to work on a stream, and nothing is stuck there, two suffice."""
-        yield place.stream
-        yield place.meta
+        """The keys that are tracked, the metadata first. While nothing changes and nothing is stuck, three suffice: workers change the metadata."""
+        if self._tracker.refused:
+            yield place.meta
+            return
+        yield from (place.meta, place.stream, place.parked)
         if place in self._changing:
-            yield from (place.dead_letters, place.parked, place.awaiting, place.backoff)
+            yield from (place.dead_letters, place.awaiting, place.backoff)
 
     def _forget(self, place: HandlerKeys) -> None:
         self._figures.pop(place, None)
