@@ -11,9 +11,11 @@ from millstream.admin import handler_details
 from millstream.admin.attention import read_overview
 from millstream.admin.figure_history import FigureHistory, HandlerSample, Sample
 from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import live_workers_key
 from millstream.redis_client.pipelining import server_time_ms
 from millstream.services.console import Level
 from millstream.services.console.history_writer import HistoryWriter
+from tests.support.commandline import call
 from tests.support.consoles import Browser, authorized
 from tests.support.keyed_fixtures import joined_by_field
 
@@ -118,11 +120,31 @@ def test_a_handler_on_no_stream_of_the_sample_has_a_row_and_is_in_the_attention_
 ) -> None:
     add_totals(client, pay=msgspec.structs.replace(FIGURES, oldest_ms=0), rare=FIGURES)
     page = browser.get("/")
-    told = "shop.rare: 50 entries wait on all its streams, the oldest for 2 h, on a stream that was not checked, and no worker"
+    told = "shop.rare: 50 entries wait on 7 streams, the oldest for 2 h, and no worker or run is alive: nothing"
     assert told in page.text
     assert row_of(browser, "shop.rare") == ["not running", "workers", "0", "7", "50", "2 h", "0", "1", "1", "3"]
-    assert "shop.pay: 50 entries wait on all" not in page.text
+    assert "shop.pay: 50 entries wait" not in page.text
     assert row_of(browser, "shop.rare", "/handlers")[:2] == ["not running", "workers"]
+
+
+def test_a_handler_on_no_stream_of_the_sample_whose_workers_are_alive_does_not_keep_up(
+    client: Client, browser: Browser
+) -> None:
+    client.execute("ZADD", live_workers_key("shop", "rare"), server_time_ms(client) + 3_600_000, "w-1")
+    add_totals(client, rare=msgspec.structs.replace(FIGURES, paused=1))
+    told = (
+        "shop.rare: 50 entries wait on 7 streams, the oldest for 2 h: it is paused on some of them, its workers do not"
+    )
+    assert told in browser.get("/").text
+    assert row_of(browser, "shop.rare")[:3] == ["partly paused", "workers", "1"]
+
+
+def test_old_entries_that_another_item_explains_are_no_second_item(client: Client, browser: Browser) -> None:
+    assert call("pause", "shop.pay", url=client.url).code == 0
+    add_totals(client, pay=msgspec.structs.replace(FIGURES, paused=3))
+    page = browser.get("/")
+    assert "shop.pay: paused" in page.text
+    assert "shop.pay: 50 entries wait" not in page.text
 
 
 @pytest.mark.parametrize(

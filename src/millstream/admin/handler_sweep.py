@@ -172,7 +172,7 @@ class HandlerSweep:
         for one in set(places).difference(left):
             self._forget(one)
         read_ms = self.clock.monotonic_ms()
-        streams, reports = self._inspect(left)
+        streams, reports = self._inspect(left) if left else ({}, ())
         by_keys = {one.keys: one for one in reports}
         for place in left:
             report = by_keys.get(place)
@@ -189,7 +189,7 @@ class HandlerSweep:
     def _inspect(self, places: Sequence[HandlerKeys]) -> tuple[dict[str, StreamReport], Sequence[HandlerReport]]:
         try:
             streams = {one.name: one for one in inspect_streams(self._client, [*{keys.stream for keys in places}])}
-            return streams, inspect_handlers(self._client, places, streams=streams, clock=self.clock) if places else ()
+            return streams, inspect_handlers(self._client, places, streams=streams, clock=self.clock)
         except AccessDenied as error:
             if not error.concerns_key:
                 raise
