@@ -34,8 +34,8 @@ from millstream.redis_client.pipelining import send_all
 _RENEWAL = {"Millstream-Renewal": "1"}
 _RENEW_S = 5.0
 _VIEW_S = 20.0
-_IDLE_S = 120.0
-"""Two samples of the history are in it."""
+_IDLE_S = 60.0
+"""A sample of the history is in it."""
 _HANDLER = "shop.pay"
 
 

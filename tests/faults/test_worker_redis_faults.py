@@ -99,6 +99,8 @@ def test_connections_cut_on_either_side_of_every_kind_of_command_lose_and_double
     ):
         workers.ready()
         cut = proxy.cut_before if side == "before" else proxy.cut_after
+        for script in (*map(Script, SCRIPTS), READ_ENTRIES):
+            fresh_client.execute("SCRIPT", "LOAD", script.text)  # so that it is called by its hash
         for name in COMMANDS:
             cut(name, times=CUTS)
         for name, times in SCRIPTS.items():

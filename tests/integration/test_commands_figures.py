@@ -94,7 +94,7 @@ def test_the_history_says_that_it_is_partial_and_fails_where_another_program_has
 
 def test_the_last_outputs_of_a_key_are_shown_newest_first_with_how_far_the_search_went(client: Client) -> None:
     fill_with(client, "x")
-    report_code(client, "shop", {"pay": CODE_WITH_OUTPUTS})
+    report_code(client, "shop", {"pay": CODE_WITH_OUTPUTS}, held_ms=3_600_000)
     for n in range(12):
         client.execute("XADD", "out", f"{n + 1}-0", "key", "parked x", "n", n)
         client.execute("XADD", "out", f"{n + 1}-1", "key", "other", "n", n)
@@ -112,7 +112,7 @@ def test_the_last_outputs_of_a_key_are_shown_newest_first_with_how_far_the_searc
 
 def test_a_handler_without_outputs_has_that_reason_on_stderr(client: Client) -> None:
     fill_with(client, "x")
-    report_code(client, "shop", {"pay": CODE})
+    report_code(client, "shop", {"pay": CODE}, held_ms=3_600_000)
     found = call("key", "outputs", "shop.pay", "parked x", "--json", url=client.url)
     assert (found.code, found.out, found.err) == (0, "", "shop.pay has no into=, so it writes no outputs.\n")
 

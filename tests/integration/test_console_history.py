@@ -2,13 +2,12 @@
 
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import closing
 
 import msgspec
 import pytest
 
-from millstream.admin.figure_history import STEP_MS, FigureHistory, HandlerSample, Sample, sample_of
-from millstream.admin.handler_sweep import HandlerSweep, SweepPolicy
+from millstream.admin.figure_history import STEP_MS, FigureHistory, HandlerSample, Sample
+from millstream.admin.handler_sweep import SweepPolicy
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import history_key, history_writer_key
 from millstream.redis_client.pipelining import server_time_ms
@@ -21,7 +20,7 @@ from tests.support.consoles import SCRIPT, Browser, authorized, fill_with
 from tests.support.deployments import lent_cluster
 from tests.support.keyed_fixtures import joined_by_field
 from tests.support.service_process import ServiceProcess
-from tests.support.sweeps import sweep_round, swept
+from tests.support.sweeps import swept
 from tests.support.waiting import eventually
 from tests.support.workers import double, fill, make, working
 
@@ -113,51 +112,42 @@ def test_the_history_is_capped_at_a_day(client: Client) -> None:
     assert 1_440 <= client.execute("XLEN", history_key()) <= 1_600
 
 
-def test_what_does_not_change_is_not_read_again(client: Client) -> None:
-    places = [joined_by_field(client, f"orders{n}", app="shop", handler="pay") for n in range(40)]
-    for one in places:
-        client.execute("XADD", one.stream, "*", "key", "x")
-    with closing(HandlerSweep(client, SweepPolicy(at_once=7, unchanged_at_once=0))) as sweep:
-        assert sweep_round(sweep) == 40
-        before = commands_run(client.execute)
-        assert sweep_round(sweep) == 0
-        read = commands_run(client.execute) - before
-        assert set(read) <= {"client|tracking", "scan", "info"}, "nothing of a stream, and nothing of a handler"
-        client.execute("XADD", "orders7", "*", "key", "x")
-        assert sweep_round(sweep) == 1
-        assert sample_of(sweep, 0).handlers["shop.pay"].lag == 41
-
-
-def test_a_sample_has_all_streams_however_few_a_step_reads(client: Client) -> None:
-    for n in range(30):
+def test_nothing_is_written_until_all_streams_were_read_once_however_few_a_step_reads(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history_writer, "_POLL_S", 0.0)
+    for n in range(5):
         joined_by_field(client, f"orders{n}", app="shop", handler="pay")
         client.execute("XADD", f"orders{n}", "*", "key", "x")
-    with closing(HandlerSweep(client, SweepPolicy(at_once=4))) as sweep:
-        sweep.begin()
-        while sweep.is_waiting:
-            assert not sweep.is_complete
-            sweep.step()
-        assert sweep.is_complete
-        found = sample_of(sweep, 0)
-    assert (found.handlers["shop.pay"].streams, found.handlers["shop.pay"].lag) == (30, 30)
-    assert found.age_ms == 0
+    writer = HistoryWriter(client.url, SweepPolicy(at_once=2))
+    assert [writer.write() for _ in range(3)] == [False, False, True]
+    found = FigureHistory(client).newest()
+    assert found is not None
+    assert (found.handlers["shop.pay"].streams, found.handlers["shop.pay"].lag) == (5, 5)
+
+
+def test_a_console_that_has_lost_the_name_reads_all_anew_before_it_writes(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history_writer, "_POLL_S", 0.0)
+    for n in range(2):
+        joined_by_field(client, f"orders{n}", app="shop", handler="pay")
+    writer = HistoryWriter(client.url, SweepPolicy(at_once=1))
+    assert [writer.write() for _ in range(2)] == [False, True]
+    client.execute("SET", history_writer_key(), "another", "PX", 40_000)
+    assert not writer.write()
+    client.execute("DEL", history_writer_key(), history_key())
+    assert [writer.write() for _ in range(2)] == [False, True]
 
 
 def test_a_console_that_runs_writes_a_sample_and_releases_the_name_at_its_end(client: Client) -> None:
     fill_with(client, "x")
-
-    def is_whole() -> bool:
-        """Whether the sample of a console has all handlers: it has none if the process stands still for a second."""
-        client.execute("DEL", history_key())
-        with ServiceProcess(("console",), (), client.url) as console:
-            eventually(lambda: client.execute("XLEN", history_key()) == 1, "a sample")
-            assert client.execute("GET", history_writer_key()) is not None
-            console.process.terminate()
-            console.process.wait()
-            assert client.execute("GET", history_writer_key()) is None
-        return not FigureHistory(client).read(0)[0].is_partial
-
-    eventually(is_whole, "a sample with all handlers")
+    with ServiceProcess(("console",), (), client.url) as console:
+        eventually(lambda: client.execute("XLEN", history_key()) == 1, "a sample")
+        assert client.execute("GET", history_writer_key()) is not None
+        console.process.terminate()
+        console.process.wait()
+        assert client.execute("GET", history_writer_key()) is None
     with authorized(client.url, Level.FIGURES) as browser:
         assert "svg" in browser.get("/").tags
 
@@ -221,6 +211,17 @@ def test_the_overview_says_that_the_lag_of_a_running_handler_rises(
             assert "All handlers keep up" not in page.text
 
 
+def test_the_history_says_by_how_much_its_figures_are_older_than_their_time(client: Client, browser: Browser) -> None:
+    now_ms = server_time_ms(client)
+    for minutes, age_ms in ((120, 3_600_000), (2, 59_000), (1, 300_000)):
+        sample = Sample(at_ms=now_ms - minutes * STEP_MS, age_ms=age_ms, handlers={"shop.pay": FIGURES})
+        assert FigureHistory(client).add(sample)
+    assert "Some of these figures are up to 5 min older than their time: more streams change" in browser.get("/").text
+    client.execute("DEL", history_key())
+    assert FigureHistory(client).add(Sample(at_ms=now_ms, age_ms=59_000, handlers={"shop.pay": FIGURES}))
+    assert "older than their time" not in browser.get("/?hours=6").text
+
+
 def test_a_range_is_a_link_that_keeps_the_page(client: Client, browser: Browser) -> None:
     fill_with(client, "x")
     add(client, (300, 0), (299, 60))
@@ -279,6 +280,19 @@ def test_a_writer_that_redis_refuses_warns_once_and_writes_once_it_may(
         client.execute("ACL", "SETUSER", "no-history", "~*")
         eventually(lambda: client.execute("XLEN", history_key()) == 1, "a sample")
     assert caplog.text.count("history not written") == 1
+
+
+def test_a_console_without_the_name_asks_for_it_once_in_each_poll(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history_writer, "_POLL_S", 3_600.0)
+    client.execute("SET", history_writer_key(), "another", "PX", 3_600_000)
+    before = commands_run(client.execute)["evalsha"]
+    with HistoryWriter(client.url):
+        eventually(lambda: commands_run(client.execute)["evalsha"] > before, "the writer to ask")
+    assert commands_run(client.execute)["evalsha"] - before <= 3, (
+        "once, with and without the text of the script, and its end"
+    )
 
 
 def test_a_forgotten_handler_has_no_page_and_the_others_keep_their_history(client: Client, browser: Browser) -> None:

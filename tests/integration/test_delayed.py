@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millstream.clock import SYSTEM_CLOCK, SystemClock
-from millstream.delivery.delayed_messages import DelayedMessages, MovedMessages
+from millstream.delivery.delayed_messages import MOVE_DUE, DelayedMessages, MovedMessages
 from millstream.errors import OutOfMemory, StreamFull, WrongType
 from millstream.producer.producer import Producer
 from millstream.producer.session import MAX_FIELDS
@@ -196,6 +196,7 @@ def test_a_moved_message_whose_reply_is_lost_is_not_moved_twice(
 ) -> None:
     producer.publish_many("s", [{"n": n} for n in range(1_200)], delay_ms=1)
     time.sleep(0.05)
+    client.execute("SCRIPT", "LOAD", MOVE_DUE.text)  # so that it is called by its hash
     with Proxy(millstream_server.port) as proxy, Client(proxy.url) as fragile:
         proxy.cut_after("EVALSHA", times=1)
         proxy.cut_before("EVALSHA", times=1)

@@ -106,7 +106,7 @@ def filled(redis: EmbeddedServer) -> Iterator[Client]:
         add_dead_letter(opened, [b"card", CARD.encode()])
         add_dead_letter(opened, [b"card", CARD.encode(), b"card", b"twice"])
         add_edited(opened, [b"card", CARD.encode()])
-        report_code(opened, "shop", {"pay": CODE_WITH_OUTPUTS})
+        report_code(opened, "shop", {"pay": CODE_WITH_OUTPUTS}, held_ms=3_600_000)
         opened.execute("XADD", "out", "*", "key", "parked x", "card", CARD)
         assert FigureHistory(opened).add(swept(opened, server_time_ms(opened)))
         opened.execute("XGROUP", "CREATE", "orders", "g", "0")

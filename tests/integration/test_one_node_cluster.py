@@ -28,6 +28,7 @@ def one_node_url() -> Iterator[str]:
 
 def test_keys_of_a_node_that_knows_no_address_are_tracked(one_node_url: str) -> None:
     with Client(one_node_url) as client:
+        client.execute("DEL", "tracked")
         tracker = KeyTracker(client)
         assert tracker.changed() is None
         assert dict(tracker.read_each(("EXISTS",), ["tracked"])) == {"tracked": 0}
@@ -57,5 +58,6 @@ def test_a_router_reads_streams_of_a_node_that_knows_no_address(one_node_url: st
         return None
 
     with Client(one_node_url) as client:
+        client.execute("DEL", "routed")
         client.execute("XADD", "routed", "1-1", "a", "b")
     assert getattr(asyncio.run(first()), "id", None) == "1-1"

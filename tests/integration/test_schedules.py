@@ -10,7 +10,7 @@ import pytest
 from millstream import App
 from millstream.errors import AccessDenied, ConfigError, OutOfMemory, Unavailable, WrongType
 from millstream.handlers.schedule import Schedule
-from millstream.producer.firings import FiringRecord, Firings
+from millstream.producer.firings import FIRE, FiringRecord, Firings
 from millstream.producer.schedule_loop import MOST_MISSED, ScheduleLoop
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
@@ -141,15 +141,16 @@ def test_a_firing_whose_reply_is_lost_is_published_once(millstream_server: Embed
     since = now_ms(client) - 20 * HOUR_MS
     last_published(client, one, since)
     due = due_firings(client, one, since)
-    loop_of(client, one)._firings.read()  # the scripts are loaded
+    client.execute("SCRIPT", "LOAD", FIRE.text)  # so that it is called by its hash
     stopping = threading.Event()
     with Proxy(millstream_server.port) as proxy, Client(proxy.url) as fragile:
-        proxy.cut_after("EVALSHA", times=6)
+        proxy.cut_after("EVALSHA", containing=FIRE.sha, times=6)
         thread = threading.Thread(target=ScheduleLoop(fragile, one, stopping).run)
         thread.start()
         eventually(lambda: firings(client)[-1:] >= due[-1:], "the last firing")
         stopping.set()
         thread.join(FAIL_SAFE_S)
+        assert proxy.cuts["after", "EVALSHA"] == 6
     assert firings(client)[: len(due)] == due
 
 

@@ -10,7 +10,7 @@ from millstream.admin.doctor import Diagnosis, diagnose
 from millstream.admin.figure_history import FigureHistory, Sample
 from millstream.admin.findings import Finding, run_check
 from millstream.admin.lag_trend import TREND_MS, rising_lags
-from millstream.admin.total_readers import newest_totals, waiting_elsewhere, with_totals
+from millstream.admin.total_readers import newest_totals, old_backlogs, with_totals
 from millstream.redis_client.client import Client
 from millstream.redis_client.formats import format_age
 from millstream.redis_client.pipelining import server_time_ms
@@ -81,7 +81,7 @@ def read_overview(client: Client, *, max_streams: int = 1_000, old_ms: int = 600
     if totals is not None:
         readers = with_totals(client, readers, totals)
         explained = {one.handler for one in urgent if one.handler is not None and one.check in _EXPLAINING_LAG}
-        urgent += waiting_elsewhere(readers, totals, explained, old_ms)
+        urgent += old_backlogs(readers, totals, explained, old_ms)
     return Overview(
         attention=tuple(sorted(urgent, key=_urgency)),
         readers=readers,

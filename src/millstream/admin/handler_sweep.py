@@ -24,13 +24,15 @@ _METADATA = f"{PREFIX}:*:meta"
 class SweepPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """How much a sweep reads.
 
-    * `at_once`: handlers on streams in one step; some fourteen commands each
-    * `unchanged_at_once`: in each round, those of which nothing was reported, as key tracking does not report all
+    * `at_once`: handlers on streams in one step; some fifteen commands each
+    * `unchanged_at_once`: in each round, those of which nothing was reported, as key tracking does not report all;
+      `untracked_at_once`: without key tracking
     * `pages_at_once`: pages of names of keys, a thousand each, in each round, and in each step until all are scanned once
     """
 
     at_once: int = 100
     unchanged_at_once: int = 3
+    untracked_at_once: int = 8
     pages_at_once: int = 15
 
 
@@ -77,10 +79,10 @@ class HandlerSweep:
         self._position = SCAN_START
         self._is_scanned = False
         self._on_streams: dict[str, tuple[HandlerKeys, ...]] = {}
-        self._figures: dict[HandlerKeys, PlaceFigures] = {}  # those first that were read the longest ago
-        self._hidden: set[HandlerKeys] = set()  # those that this user may not access
+        # Those first that were read the longest ago; None for one that this user may not access.
+        self._figures: dict[HandlerKeys, PlaceFigures | None] = {}
         self._waiting: dict[HandlerKeys, float] = {}  # since when their figures may be old, the oldest first
-        self._changing: set[HandlerKeys] = set()  # those of which all keys are tracked, and not two alone
+        self._changing: set[HandlerKeys] = set()  # those of which all keys are tracked
 
     def close(self) -> None:
         """Close the tracked connections; it may be used again."""
@@ -89,9 +91,7 @@ class HandlerSweep:
     @property
     def is_complete(self) -> bool:
         """Whether every handler was read on each of its streams."""
-        return self._is_scanned and not any(
-            keys not in self._figures and keys not in self._hidden for keys in self._waiting
-        )
+        return self._is_scanned and all(keys in self._figures for keys in self._waiting)
 
     @property
     def is_waiting(self) -> bool:
@@ -102,33 +102,31 @@ class HandlerSweep:
     def age_ms(self) -> float:
         """How old the oldest of the figures are, in milliseconds: since when they may have changed."""
         if self._tracker.refused:
-            first = next(iter(self._figures.values()), None)
+            first = next(filter(None, self._figures.values()), None)
             since_ms = None if first is None else first.read_ms
         else:
             since_ms = next(iter(self._waiting.values()), None)
         return 0.0 if since_ms is None else self.clock.monotonic_ms() - since_ms
 
-    def figures(self) -> Iterable[tuple[HandlerKeys, PlaceFigures]]:
+    def figures(self) -> Iterator[tuple[HandlerKeys, PlaceFigures]]:
         """The figures of every handler on each of its streams, as far as they are read."""
-        return self._figures.items()
+        return ((keys, one) for keys, one in self._figures.items() if one is not None)
 
     def begin(self) -> None:
         """Begin a round: find what has changed, scan some of the names, and read some that have not changed."""
         now_ms = self.clock.monotonic_ms()
         changed = self._tracker.changed()
-        if changed is None:
-            self._position = SCAN_START  # the server may be another one, with other cursors
         if changed is None and not self._tracker.refused:
-            self._wait(self._known(), self._checked_ms)
+            self._position = SCAN_START  # the server may be another one, with other cursors
+            self._wait((one for places in self._on_streams.values() for one in places), self._checked_ms)
         for place in self._places_of(changed or ()):
             self._changing.add(place)
             self._wait((place,), self._checked_ms)
         self._checked_ms = now_ms
         if self._is_scanned:
             self._scan()
-            self._read(
-                [*islice((one for one in self._figures if one not in self._waiting), self._policy.unchanged_at_once)]
-            )
+            count = self._policy.untracked_at_once if self._tracker.refused else self._policy.unchanged_at_once
+            self._read([*islice((one for one in self._figures if one not in self._waiting), count)])
 
     def step(self) -> int:
         """Read the next that wait; return how many handlers on streams these were."""
@@ -137,9 +135,6 @@ class HandlerSweep:
         some = [*islice(self._waiting, self._policy.at_once)]
         self._read(some)
         return len(some)
-
-    def _known(self) -> Iterator[HandlerKeys]:
-        return (one for places in self._on_streams.values() for one in places)
 
     def _wait(self, places: Iterable[HandlerKeys], since_ms: float) -> None:
         for one in places:
@@ -155,64 +150,68 @@ class HandlerSweep:
     def _scan(self) -> None:
         """Scan some of the names for handlers on streams that are not known yet."""
         now_ms = self.clock.monotonic_ms()
-        pages = self._client.scan_keys_from(_METADATA, self._position)
-        for page, position in islice(pages, self._policy.pages_at_once):
+        for number, (page, position) in enumerate(self._client.scan_keys_from(_METADATA, self._position), 1):
             self._position = position
-            for name in page:
-                keys = _parse(from_wire(name))
-                places = () if keys is None else self._on_streams.get(keys.stream, ())
-                if keys is not None and keys not in places:
-                    self._on_streams[keys.stream] = (*places, keys)
+            for keys in filter(None, map(_parse, map(from_wire, page))):
+                known = self._on_streams.get(keys.stream, ())
+                if keys not in known:
+                    self._on_streams[keys.stream] = (*known, keys)
                     self._wait((keys,), now_ms)
-        if next(pages, None) is None:
-            self._position = SCAN_START
-            self._is_scanned = True
+            if number == self._policy.pages_at_once:
+                return
+        self._position = SCAN_START
+        self._is_scanned = True
 
     def _read(self, places: Sequence[HandlerKeys]) -> None:
         """Read these, and have the server track their keys before: no change is missed. Those that are gone are forgotten."""
         if not places:
             return
-        tracked = [name for one in places for name in self._keys_of(one)]
-        is_there = dict(self._tracker.read_each(("EXISTS",), dict.fromkeys(tracked)))
-        gone = [one for one in places if is_there.get(one.meta) == 0]
-        for one in gone:
-            self._forget(one)
+        tracked = dict.fromkeys(name for one in places for name in self._keys_of(one))
+        is_there = dict(self._tracker.read_each(("EXISTS",), tracked))
         left = [one for one in places if is_there.get(one.meta) != 0]
+        for one in set(places).difference(left):
+            self._forget(one)
         read_ms = self.clock.monotonic_ms()
-        streams, reports = self._inspect(left)
-        for one in left:
-            self._figures.pop(one, None)
-            self._hidden.add(one)
-            self._waiting.pop(one, None)
-        for report in reports:
-            keys = report.keys
-            place = next(one for one in self._on_streams[keys.stream] if one == keys)
-            self._hidden.discard(place)
-            self._figures[place] = _figures_of(report, streams.get(keys.stream), read_ms)
-            if place not in self._changing and (report.dead_letters or report.parked or report.backing_off):
+        streams, reports = self._inspect(left) if left else ({}, ())
+        by_keys = {one.keys: one for one in reports}
+        for place in left:
+            report = by_keys.get(place)
+            self._waiting.pop(place, None)
+            self._figures.pop(place, None)
+            if report is None:
+                self._figures[place] = None
+                continue
+            self._figures[place] = _figures_of(report, streams.get(place.stream), read_ms)
+            is_stuck = bool(report.dead_letters or report.parked or report.backing_off)
+            if is_stuck and place not in self._changing:
                 self._changing.add(place)
                 self._wait((place,), read_ms)
+            elif not (is_stuck or report.lag):
+                self._changing.discard(place)  # what begins next changes one of the first three
 
     def _inspect(self, places: Sequence[HandlerKeys]) -> tuple[dict[str, StreamReport], Sequence[HandlerReport]]:
         try:
             streams = {one.name: one for one in inspect_streams(self._client, [*{keys.stream for keys in places}])}
-            return streams, inspect_handlers(self._client, places, streams=streams, clock=self.clock) if places else ()
+            return streams, inspect_handlers(
+                self._client, places, streams=streams, with_workers=False, clock=self.clock
+            )
         except AccessDenied as error:
             if not error.concerns_key:
                 raise
             return {}, ()  # this user may access none of them
 
     def _keys_of(self, place: HandlerKeys) -> Iterator[str]:
-        """The keys that are tracked: of a handler on a stream that does not change two of them tell that it begins to."""
-        yield place.stream
-        yield place.meta
+        """The keys that are tracked, the metadata first. While nothing changes and nothing is stuck, three suffice: workers change the metadata."""
+        if self._tracker.refused:
+            yield place.meta
+            return
+        yield from (place.meta, place.stream, place.parked)
         if place in self._changing:
-            yield from (place.dead_letters, place.parked, place.awaiting, place.backoff)
+            yield from (place.dead_letters, place.awaiting, place.backoff)
 
     def _forget(self, place: HandlerKeys) -> None:
         self._figures.pop(place, None)
         self._waiting.pop(place, None)
-        self._hidden.discard(place)
         self._changing.discard(place)
         rest = tuple(one for one in self._on_streams.get(place.stream, ()) if one != place)
         if rest:

@@ -44,32 +44,39 @@ def with_totals(client: Client, readers: Sequence[ReaderReport], totals: Sample)
     return (*sorted(found, key=lambda one: one.name), *(one for one in readers if one.kind != "handler"))
 
 
-def waiting_elsewhere(
+def old_backlogs(
     readers: Sequence[ReaderReport], totals: Sample, explained: Collection[str], old_ms: int
 ) -> Iterator[Finding]:
-    """Handlers whose oldest entry waits on a stream that is not in the sample, but for those that are `explained`."""
+    """Handlers whose oldest entry has waited for `old_ms` on any stream, but for those that are `explained`."""
     by_name: Mapping[str, ReaderReport] = {one.name: one for one in readers if one.kind == "handler"}
     for label, one in totals.handlers.items():
         reader, age_ms = by_name[label], one.oldest_ms or 0
         if label in explained or not one.lag or age_ms < old_ms or one.paused == one.streams:
             continue
-        on_spark = all(mode.startswith("spark") for mode in reader.modes)
-        yield Finding(
-            check="late" if reader.alive else "waiting",
-            handler=label,
-            severity="warning" if reader.alive or on_spark else "problem",
-            since_ms=totals.at_ms - age_ms,
-            what=f"{label}: {pluralize(one.lag, 'entry waits', 'entries wait')} on all its streams, the oldest for "
-            f"{format_age(age_ms)}, on a stream that was not checked"
-            + ("" if reader.alive else ", and no worker or run is alive"),
-            why="its workers do not keep up, or its first messages are stuck"
-            if reader.alive
-            else "nothing processes them",
-            mend=(
-                *((f"millstream key list {label}",) if reader.alive else ()),
-                start_command("spark" if on_spark else "workers", label.partition(".")[0]),
-            ),
-        )
+        on_spark = bool(one.modes) and all(mode.startswith("spark") for mode in one.modes)
+        waits = f"{label}: {pluralize(one.lag, 'entry waits', 'entries wait')} on {pluralize(one.streams, 'stream')}"
+        start = start_command("spark" if on_spark else "workers", label.partition(".")[0])
+        if reader.alive:
+            yield Finding(
+                check="late",
+                handler=label,
+                severity="warning",
+                since_ms=totals.at_ms - age_ms,
+                what=f"{waits}, the oldest for {format_age(age_ms)}",
+                why=f"{'it is paused on some of them, ' if one.paused else ''}its workers do not keep up, or its first messages "
+                "are stuck",
+                mend=(f"millstream key list {label}", start),
+            )
+        else:
+            yield Finding(
+                check="waiting",
+                handler=label,
+                severity="warning" if on_spark else "problem",
+                since_ms=totals.at_ms - age_ms,
+                what=f"{waits}, the oldest for {format_age(age_ms)}, and no worker or run is alive",
+                why="nothing processes them",
+                mend=(start,),
+            )
 
 
 def _unseen(name: str, alive: int) -> ReaderReport:

@@ -63,7 +63,12 @@ def mcp(context: typer.Context, url: Url = DEFAULT_URL, payloads: Payloads = Fal
         except (ValueError, RecursionError):
             reply = {"id": None, **_error(_PARSE_ERROR, "this line is not JSON")}
         else:
-            reply = {"id": request.id, **server.answer(request)} if request.id is not msgspec.UNSET else None
+            try:
+                answer = server.answer(request)
+            except Exception:  # noqa: BLE001 - a fault in one command must not end the server
+                print_message_text(traceback.format_exc())
+                answer = _error(_INTERNAL, "internal error; the log of the server has its traceback")
+            reply = {"id": request.id, **answer} if request.id is not msgspec.UNSET else None
         if reply:
             print_json({"jsonrpc": "2.0", **reply}, flush=True)
 
@@ -88,11 +93,7 @@ class _Server:
                 name, arguments = params.get("name"), params.get("arguments", {})
                 if name not in [*self._tools] or not isinstance(arguments, dict):
                     return _error(_INVALID_PARAMS, f"there is no tool {name!r}, or its arguments are no object")
-                try:
-                    return {"result": self._call(self._tools[str(name)], arguments)}
-                except Exception:  # noqa: BLE001 - a fault in one command must not end the server
-                    print_message_text(traceback.format_exc())
-                    return _error(_INTERNAL, "internal error; the log of the server has its traceback")
+                return {"result": self._call(self._tools[str(name)], arguments)}
         return _error(_NO_METHOD, f"there is no method {request.method!r}")
 
     def _call(self, words: str, arguments: Mapping[str, Any]) -> dict[str, Any]:

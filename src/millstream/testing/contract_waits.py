@@ -287,7 +287,12 @@ WAITING_CASES: tuple[Case, ...] = (
         name="limited_tenants_async",
         promise="a tenant at its limit of several at once holds up no other tenant, and none has more",
         function=limited_tenants_async,
-        options={"key": "key", "retry": Retry(attempts=1), "limit": Limit(per="tenant", at_once=2)},
+        options={
+            "key": "key",
+            "retry": Retry(attempts=1),
+            "limit": Limit(per="tenant", at_once=2),
+            "time_limit_ms": 86_400_000,
+        },
         entries=[
             entry(key=key, n=n, tenant=tenant, run=_RUN, signal=number, ask=_ask_of_tenant(number, n, tenant))
             for key, n, tenant, number in _TENANTS
@@ -309,7 +314,7 @@ WAITING_CASES: tuple[Case, ...] = (
         name="state_lasts_async",
         promise="a state expires so long after the last commit that changed it, and one that leaves it does not renew it",
         function=state_lasts_async,
-        options={"key": "key", "state_ttl_ms": 3_600_000},
+        options={"key": "key", "state_ttl_ms": 86_400_000},
         entries=[entry(key=key, n=0) for key in "ab"],
         outputs=[{"key": key, "n": n, "state": min(n, 1)} for key in "ab" for n in range(3)],
         order_by="key",

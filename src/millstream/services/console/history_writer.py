@@ -34,8 +34,9 @@ class HistoryWriter:
 
     def __init__(self, url: str, policy: SweepPolicy | None = None) -> None:
         self._client = Client(url, timeout_ms=_TIMEOUT_MS)
+        self._policy = policy
         self._sweep = HandlerSweep(self._client, policy)
-        self._is_behind = True
+        self._is_behind = False
         self._token = secrets.token_hex(8)
         self._stopping = threading.Event()
         self._deadline_ms = 0.0
@@ -64,12 +65,12 @@ class HistoryWriter:
         """
         if not self._hold_for(_HELD_MS):
             self._sweep.close()
+            self._sweep, self._is_behind = HandlerSweep(self._client, self._policy), False
             return False
         self._sweep.begin()
         history = FigureHistory(self._client)
         is_due = history.is_due(server_time_ms(self._client))
-        self._is_behind |= is_due or not self._sweep.is_complete
-        if self._is_behind:
+        if is_due or self._is_behind or not self._sweep.is_complete:
             self._collect()
             self._is_behind = self._sweep.is_waiting
         if not is_due or not self._sweep.is_complete:
@@ -78,10 +79,12 @@ class HistoryWriter:
 
     def _collect(self) -> None:
         end_ms = SYSTEM_CLOCK.monotonic_ms() + _POLL_S * 1_000
-        while self._sweep.is_waiting and SYSTEM_CLOCK.monotonic_ms() < end_ms and not self._stopping.is_set():
+        while self._sweep.is_waiting and not self._stopping.is_set():
             began_ms = SYSTEM_CLOCK.monotonic_ms()
             count = self._sweep.step()
             took_ms = SYSTEM_CLOCK.monotonic_ms() - began_ms
+            if began_ms + took_ms >= end_ms:
+                return
             self._stopping.wait(max(_REST * took_ms, count * 1_000 / MOST_PER_S - took_ms) / 1_000)
 
     def release(self) -> None:

@@ -68,6 +68,7 @@ class SocketProtocol(WebSocketsSansIOProtocol):
 
     async def send(self, message: "ASGISendEvent") -> None:
         """Send for the app. After a refusal or a close the server waits for the client to close the connection."""
+        await self.writable.wait()
         if self._is_broken:  # uvicorn would take it for a mistake of the app, which has not closed the connection
             raise ClientDisconnected
         await super().send(message)

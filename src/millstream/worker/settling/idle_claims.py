@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
+from millstream.errors import Unavailable
 from millstream.handlers.handler import Handler
 from millstream.worker.context import WorkerContext
 from millstream.worker.policy import TIME_LIMIT_GRACE_MS, WorkerPolicy
@@ -65,7 +66,11 @@ class IdleClaimer:
     def _with_idle(self, streams: Sequence[ReliableStream]) -> list[ReliableStream]:
         """Return those of the streams that may have idle entries; one round trip asks them all."""
         asked = [one for one in streams if not one.paused]
-        replies = self._context.client.run_all([one.may_claim_call(self._context.policy.claim_ms) for one in asked])
+        calls = [one.may_claim_call(self._context.policy.claim_ms) for one in asked]
+        try:
+            replies = list(self._context.client.run_all(calls))
+        except Unavailable:  # perhaps of one node of a cluster: claims find out of which
+            return asked
         return [one for one, may_claim in zip(asked, replies, strict=True) if may_claim]
 
     def claim_stuck(self, stream: ReliableStream) -> None:

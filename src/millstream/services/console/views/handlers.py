@@ -5,6 +5,7 @@ from collections import Counter
 from starlette.responses import Response
 
 from millstream.admin.handler_details import read_handler
+from millstream.admin.total_readers import newest_totals
 from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.rate_override import format_rate, parse_rate
 from millstream.delivery.run_times import read_run_times
@@ -21,11 +22,14 @@ def handler(page: PageRequest) -> Response:
     places = page.places_of(name)
     found = read_handler(page.client, places, most_keys=100 if page.may("payloads") else 0)
     asked = places[0].app, places[0].handler
+    totals = None if found.is_complete else newest_totals(page.client)
     pauses = {one.pause for one in found.reports if one.pause}
     return page.render(
         "handler.html",
         name=name,
         found=found,
+        totals=totals,
+        total=totals.handlers.get(name) if totals else None,
         stuck=rows_of(page, found.stuck.found),
         shown=history_of(page, name),
         codes=read_code(page.client, [asked])[asked],

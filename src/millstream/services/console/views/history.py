@@ -85,8 +85,8 @@ def history_of(page: PageRequest, handler: str | None = None) -> ShownHistory:
     age_ms = max((one.age_ms for one in samples), default=0)
     if age_ms >= STEP_MS:
         partial.append(
-            f"Of the streams that change more are read than in a minute: a part of the figures is up to"
-            f" {format_age(age_ms)} older than the time of its point."
+            f"Some of these figures are up to {format_age(age_ms)} older than their time: more streams change than the"
+            " console reads in a minute, or Redis refuses it key tracking."
         )
     return ShownHistory(
         points=points,
