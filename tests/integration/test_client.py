@@ -31,6 +31,7 @@ from millstream.testing.proxy import Proxy
 from millstream.testing.topologies import tls_server
 from tests.support.calls import calls_of
 from tests.support.clocks import ManualClock
+from tests.support.command_stats import commands_run
 from tests.support.keyed_fixtures import joined_by_field
 
 pytestmark = [pytest.mark.cli, pytest.mark.groups]
@@ -391,3 +392,11 @@ def test_the_error_of_a_script_names_the_script_and_the_line_but_neither_its_has
         ) as caught:
             client.script(script, ["a", "b", "c", "d"], [])
         assert script.sha not in str(caught.value)
+
+
+def test_the_text_of_a_missing_script_is_sent_once_to_a_server(client: Client) -> None:
+    script = Script("shared/hold_name")
+    before = commands_run(client.execute)
+    client.try_scripts([(script, (f"n{n}",), ("me", 60_000)) for n in range(50)])
+    assert client.execute("EXISTS", *(f"n{n}" for n in range(50))) == 50
+    assert (commands_run(client.execute) - before)["eval"] < 10, "others may use the server"

@@ -47,7 +47,7 @@ from millstream.redis_client.resp import (
     pack_command,
     routing_key,
 )
-from millstream.redis_client.scripts import Script, with_text
+from millstream.redis_client.scripts import Script, with_texts
 from millstream.redis_client.urls import Shard, url_of_node
 
 logger = logging.getLogger(__name__)
@@ -197,8 +197,8 @@ class Client:
         """
         replies = self._pipeline_by_node(commands, (), meter)
         if missing := [index for index, reply in enumerate(replies) if isinstance(reply, ScriptMissing)]:
-            again = self._pipeline_by_node([with_text(commands[index]) for index in missing], (), meter)
-            for index, reply in zip(missing, again, strict=True):
+            again = with_texts([commands[index] for index in missing], on_one_server=not self.is_cluster)
+            for index, reply in zip(missing, self._pipeline_by_node(again, (), meter), strict=True):
                 replies[index] = reply
         return replies
 

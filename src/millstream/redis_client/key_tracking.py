@@ -14,7 +14,7 @@ from millstream.errors import AccessDenied, CommandFailed, RedisError, ScriptMis
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import from_wire, to_wire
 from millstream.redis_client.resp import Command, Node, Push, Reply, RespConnection, slot_of, slot_owners
-from millstream.redis_client.scripts import with_text
+from millstream.redis_client.scripts import with_texts
 
 logger = logging.getLogger(__name__)
 
@@ -147,14 +147,15 @@ class KeyTracker:
 
 def _read_over(connection: "_TrackedConnection", commands: Mapping[str, Command]) -> Iterator[tuple[str, Reply]]:
     """Yield each key and the reply to its command, that of a script last if the server had to be sent its text."""
-    again: dict[str, Command] = {}
+    missing: list[str] = []
     for key, reply in zip(commands, connection.request(list(commands.values())), strict=True):
         if isinstance(reply, ScriptMissing):
-            again[key] = with_text(commands[key])
+            missing.append(key)
         else:
             yield key, reply
-    if again:
-        yield from _read_over(connection, again)
+    if missing:
+        again = with_texts([commands[key] for key in missing])
+        yield from zip(missing, connection.request(again), strict=True)
 
 
 class _TrackedConnection:

@@ -42,8 +42,18 @@ class Script:
         return ("EVAL", self.text, len(keys), *keys, *args)
 
 
-def with_text(command: Command) -> Command:
-    """The command that does what `Script.command` returned, on a server that lacks the script: see `loading_command`."""
-    script = known_scripts[command[1]]
-    assert isinstance(script, Script)
-    return ("EVAL", script.text, *command[2:])
+def with_texts(commands: Sequence[Command], *, on_one_server: bool = True) -> list[Command]:
+    """Commands that do on servers without the scripts what these of `Script.command` do: they send the texts.
+
+    `on_one_server`: then the first command of a script loads it for the rest
+    """
+    loaded: set[Arg] = set()
+    found: list[Command] = []
+    for command in commands:
+        if command[1] in loaded:
+            found.append(command)
+            continue
+        found.append(("EVAL", known_scripts[command[1]].text, *command[2:]))
+        if on_one_server:
+            loaded.add(command[1])
+    return found
