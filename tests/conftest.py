@@ -192,8 +192,10 @@ def _spark_group(item: pytest.Item) -> str | None:
     return "drivers" if item.get_closest_marker("drivers") else None
 
 
-def _rank(item: pytest.Item) -> int:
+def _rank(item: pytest.Item) -> float:
     spark_group, folder = _spark_group(item), item.path.parent.name
+    if item.get_closest_marker("waits"):
+        return len(SPARK_GROUPS) - 0.5
     return (
         SPARK_GROUPS.index(spark_group)
         if spark_group

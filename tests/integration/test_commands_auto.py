@@ -129,6 +129,7 @@ def test_an_engine_that_its_options_keep_from_starting_ends_the_command_with_the
         assert "the workers cannot run with these settings" in app.errors()
 
 
+@pytest.mark.waits
 def test_an_engine_that_does_not_stop_in_time_is_killed(client: Client, tmp_path: Path) -> None:
     with Automatic(client, tmp_path, *ON_WORKERS, "--stop-timeout", "500ms") as app:
         app.publish(20)

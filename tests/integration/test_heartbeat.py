@@ -174,6 +174,7 @@ for _ in range(1_000):
 
 
 @pytest.mark.skipif(not ORPHAN_ALARM_S, reason="no signal at the death of the parent on this system")
+@pytest.mark.waits
 def test_a_process_that_blocks_its_other_threads_ends_after_the_death_of_its_supervisor(
     detector: FreezeDetector,
 ) -> None:

@@ -85,6 +85,7 @@ def test_failures_are_retried_and_rejects_and_undecodable_messages_become_dead_l
     assert client.execute("EXISTS", KEYS.crashes) == 0
 
 
+@pytest.mark.waits
 def test_a_message_that_backs_off_delays_no_other(client: Client) -> None:
     def handle(message: Message) -> dict[str, Any]:
         if message.text("n") == "0" and message.attempt == 1:
@@ -272,6 +273,7 @@ def test_an_async_handler_beyond_its_time_limit_has_failed_and_the_loop_continue
     assert [(letter.reason, letter.attempts) for letter in dead(client)] == [("failed", 10)]
 
 
+@pytest.mark.waits
 def test_a_suspect_that_may_have_killed_workers_runs_alone_and_becomes_a_dead_letter_in_the_end(client: Client) -> None:
     fill(client, 4)
     with working(client, make(double), "first"):

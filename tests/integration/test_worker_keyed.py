@@ -333,6 +333,7 @@ def test_an_async_handler_is_cancelled_before_its_lease_ends(client: Client, pro
     assert [queue.length for queue in list_queues(client, KEYS)] == [1]
 
 
+@pytest.mark.waits
 def test_an_async_suspect_is_cancelled_before_its_lease_ends_and_its_process_is_not_blamed_later(
     client: Client, proxy: Proxy
 ) -> None:
