@@ -33,7 +33,7 @@ class SweepPolicy(msgspec.Struct, frozen=True, kw_only=True):
     at_once: int = 100
     unchanged_at_once: int = 3
     untracked_at_once: int = 8
-    pages_at_once: int = 15
+    pages_at_once: int = 40
 
 
 class PlaceFigures(msgspec.Struct, frozen=True, gc=False):
