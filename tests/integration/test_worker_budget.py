@@ -141,7 +141,7 @@ def test_a_message_that_is_larger_than_the_budget_is_in_flight_alone(
     caplog.set_level(logging.WARNING)
     publish(client, 6, streams_of(gated, 2), size=2 * BUDGET)
     with working(client, gated.handler, policy=POLICY) as loop:
-        eventually(lambda: loop._in_flight.at_budget)
+        eventually(lambda: "fetching resumes as they finish" in caplog.text, "the warning")
         assert len(loop._in_flight) == 1
         gated.goes_on.set()
         eventually(lambda: loop.loop_metrics.committed == 6)
