@@ -11,6 +11,7 @@ import pytest
 from millstream.delivery.reliable_stream import NACK_IDLE_MS
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
+from tests.support.stopped_processes import stop_and_await_silence
 from tests.support.waiting import FAIL_SAFE_S, eventually
 from tests.support.worker_processes import (
     CLAIM_S,
@@ -83,13 +84,14 @@ def stopped_at_work(workers: RunningWorkers, expectations: Expectations, *, coun
     """Publish until one of two workers can be paused while both have entries in flight."""
     expectations.publish(count, ms=ms)
     victim = workers.at_work(expectations)
+    port = int(expectations.client.url.rpartition(":")[2].partition("/")[0])
 
     def is_stopped() -> bool:
         if expectations.drained():
             expectations.publish(count, ms=ms)
         if held_by(expectations) < 2:
             return False
-        victim.suspend()
+        stop_and_await_silence(victim, port)
         expectations.drained()  # a round trip: Redis has executed the victim's earlier commands by now
         if held_by(expectations) < 2:
             victim.resume()
@@ -223,8 +225,9 @@ def test_a_second_sigterm_ends_a_worker_at_once_and_other_workers_repeat_its_run
     with RunningWorkers(fresh_client.url, tmp_path, "--threads", "1", "--stop-timeout", "3600", processes=1) as workers:
         workers.at_work(expectations)
         eventually(expectations.drained, "the first drain", log=workers.log)
-        expectations.publish(2, do="wait")
+        both = {*expectations.publish(2, do="wait")}
         eventually(lambda: expectations.pending() == 2, "both in hand", log=workers.log)
+        eventually(lambda: both & started(expectations), "the run of one", log=workers.log)
         workers.supervisor.terminate()
         eventually(lambda: released(expectations) == 1, "the first signal to be obeyed", log=workers.log)
         assert workers.supervisor.poll() is None, "it waits for the running message"

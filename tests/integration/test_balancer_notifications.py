@@ -44,7 +44,7 @@ from tests.support.balancers import (
     until_ms,
     waits,
 )
-from tests.support.waiting import eventually
+from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.balancer]
 
@@ -301,7 +301,7 @@ def test_terminated_is_the_last_notification(client: Client) -> None:
     announced(client, "s")
     with started(client.url, "a") as balancer:
         next_notice(balancer, StreamAdded)
-        assert balancer.close() == 1
+        assert balancer.close(FAIL_SAFE_S) == 1
         assert next_notice(balancer, Terminated).error is None
         assert balancer.next() is None
         assert list(balancer) == []

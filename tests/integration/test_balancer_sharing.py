@@ -45,7 +45,7 @@ from tests.support.balancers import (
     waits,
 )
 from tests.support.command_stats import commands_run
-from tests.support.waiting import eventually
+from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.balancer]
 
@@ -358,7 +358,7 @@ def test_a_close_after_the_end_of_the_lease_counts_as_a_loss(client: Client) -> 
         next_notice(balancer, StreamAdded)
         eventually(lambda: waits(client), "it to wait: before that it looks at the clock")
         clock.now_ms += LONG_MS
-        assert balancer.close() == 1
+        assert balancer.close(FAIL_SAFE_S) == 1
     assert heartbeat_of(client, "b").added[0].losses == 1
 
 

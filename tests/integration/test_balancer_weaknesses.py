@@ -40,7 +40,7 @@ from tests.support.balancers import (
     waits,
 )
 from tests.support.command_stats import scripts_run
-from tests.support.waiting import eventually
+from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.balancer]
 
@@ -50,7 +50,7 @@ def test_01_a_close_releases_unfinished_streams_instead_of_deleting_them(client:
     with started(client.url, "a") as leaving:
         next_added(leaving, 5)
         leaving.done("s0000")
-        assert leaving.close() == 4
+        assert leaving.close(FAIL_SAFE_S) == 4
     assert client.execute("XLEN", KEYS.input) == 4
     with started(client.url, "b") as other:
         assert sorted(next_added(other, 4)) == names(4, first=1)

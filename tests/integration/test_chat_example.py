@@ -16,7 +16,7 @@ from millstream.redis_client.pipelining import server_time_ms
 from millstream.redis_client.replies import mapping_of
 from tests.support.applications import Application, serving
 from tests.support.browser import Browser, Chromium
-from tests.support.commandline import call, free_port
+from tests.support.commandline import call, reserved_port
 from tests.support.gateways import Events
 from tests.support.waiting import eventually
 
@@ -32,8 +32,10 @@ SOON_S, KEEP_S = 3_600, 86_400
 
 @contextmanager
 def chat(url: str | None, log: Path) -> Iterator[Application]:
-    port = free_port()
-    with serving([sys.executable, str(EXAMPLE), str(port)], f"http://127.0.0.1:{port}", url, log) as found:
+    with (
+        reserved_port() as port,
+        serving([sys.executable, str(EXAMPLE), str(port)], f"http://127.0.0.1:{port}", url, log) as found,
+    ):
         yield found
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commandline import call, free_port
+from tests.support.commandline import call, reserved_port
 from tests.support.pages import run_consoles
 from tests.support.waiting import FAIL_SAFE_S
 
@@ -57,15 +57,16 @@ def test_the_code_of_the_project_is_as_linters_want_it(project: Path) -> None:
 
 
 def test_the_commands_of_its_readme_print_what_it_shows(project: Path) -> None:
-    run_consoles(str(project / "README.md"), project, free_port())
+    with reserved_port() as port:
+        run_consoles(str(project / "README.md"), project, port)
 
 
 def test_its_settings_hold_for_commands_in_its_folder(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    port = free_port()
     settings = project / "millstream.toml"
-    settings.write_text(settings.read_text().replace("6379", str(port)))
     monkeypatch.chdir(project)
-    refused = call("info")
+    with reserved_port() as port:  # bound, and nothing listens
+        settings.write_text(settings.read_text().replace("6379", str(port)))
+        refused = call("info")
     assert (refused.code, f"127.0.0.1:{port}" in refused.err) == (3, True)
 
 

@@ -419,7 +419,7 @@ def test_a_plain_handler_that_hangs_or_ends_its_process_becomes_a_dead_letter(re
 """
     text = APP.replace('    if what == "reject"', f'{body}    if what == "reject"')
     # A second attempt, as any message exceeds the limit if its process stands still.
-    app = replays.app(text.replace('into="out"', 'into="out", time_limit_ms=200').replace("attempts=3", "attempts=2"))
+    app = replays.app(text.replace('into="out"', 'into="out", time_limit_ms=1_000').replace("attempts=3", "attempts=2"))
     for n, what in enumerate(("", "hang", "end", ""), 1):
         add(replays.client, f"{n}-1", what=what)
     found = replays.lines(app, "total", "ann")

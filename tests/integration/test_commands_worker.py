@@ -369,7 +369,11 @@ def test_the_other_processes_of_the_supervisor_of_a_drained_worker_continue(clie
     assert (outcome.code, "restarting" in outcome.err) == (0, False)
 
 
-def test_the_error_for_a_worker_that_does_not_run_names_those_that_do(client: Client) -> None:
+def test_the_error_for_a_worker_that_does_not_run_names_those_that_do(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("NAME_LEASE_MS", "HELD_MS"):  # the test renews nothing
+        monkeypatch.setattr(f"millstream.worker.static_membership.{name}", 3_600_000)
     for app in ("shop", "bank"):
         client.execute("XGROUP", "CREATE", "orders", HandlerKeys(app, "handle", "orders").group, "0", "MKSTREAM")
     client.execute("XGROUP", "CREATECONSUMER", "orders", HandlerKeys("shop", "handle", "orders").group, "gone-0")

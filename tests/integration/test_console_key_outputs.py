@@ -34,7 +34,7 @@ def page_with(client: Client, *codes: RunningCode) -> Page:
     """The page of a key, while these versions of its handler run."""
     client.execute("DEL", running_code_key("shop", "pay"))
     for code in codes:
-        report_code(client, "shop", {"pay": code})
+        report_code(client, "shop", {"pay": code}, held_ms=3_600_000)
     with authorized(client.url, Level.PAYLOADS) as browser:
         return browser.get(KEY)
 
@@ -55,7 +55,7 @@ def test_the_outputs_of_the_key_are_shown_the_last_first_with_their_times_and_no
         client.execute("XADD", "in", "*", "n", n, "key", "odd" if n % 2 else "even")
     with working(client, handler):
         eventually(lambda: client.execute("XLEN", "out") == 40, "all outputs")
-    report_code(client, "app", code_of([handler], engine="workers", version="1"))
+    report_code(client, "app", code_of([handler], engine="workers", version="1"), held_ms=3_600_000)
     path = "/key?handler=app.handle&key=odd"
     with console(
         client.url, tmp_path, "payloads", redact=lambda name, text: "*" if name == "card" else text
@@ -147,7 +147,7 @@ def test_the_streams_of_all_versions_that_run_are_searched(client: Client) -> No
 def test_an_output_stream_that_cannot_be_read_is_a_sentence_beside_the_rest_of_the_page(client: Client) -> None:
     fill_with(client, "x")
     client.execute("XADD", "out", "*", "key", "parked x")
-    report_code(client, "shop", {"pay": CODE_WITH_OUTPUTS})
+    report_code(client, "shop", {"pay": CODE_WITH_OUTPUTS}, held_ms=3_600_000)
     url = f"redis://viewer:secret@{urlsplit(client.url).netloc.rpartition('@')[2]}"
     for options, is_read in (((), False), (("--into", "out"), True)):
         rule = call("acl", "console", "--user", "viewer", "--stream", "orders", *options).out

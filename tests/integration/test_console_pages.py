@@ -363,8 +363,9 @@ def test_a_redis_that_is_away_is_one_sentence_and_the_console_goes_on(tmp_path: 
 
 
 def test_the_queries_on_spark_are_shown_with_the_begin_of_their_run_and_their_lag(
-    client: Client, browser: Browser
+    client: Client, browser: Browser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("millstream.spark.run.liveness._TTL_MS", 3_600_000)  # the test repeats no announcement
     assert "Nothing has run on Spark yet" in browser.get("/queries").text
     fill(client, 3)
     ReliableStream(client, "in", app="app", handler="handle", consumer="w").join()
@@ -385,7 +386,10 @@ def test_the_queries_on_spark_are_shown_with_the_begin_of_their_run_and_their_la
     assert "app.handle" not in page.text
 
 
-def test_the_last_micro_batch_of_a_query_is_shown_and_its_error_at_the_level_of_payloads(client: Client) -> None:
+def test_the_last_micro_batch_of_a_query_is_shown_and_its_error_at_the_level_of_payloads(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("millstream.delivery.query_progress.HELD_MS", 3_600_000)  # the test repeats no report
     for stage in ("minutes", "hours", "days", "weeks"):
         client.execute("XADD", "in", "*", "n", 1)
         client.execute("XGROUP", "CREATE", "in", stage_group("shop", stage), "0", "ENTRIESREAD", 0)

@@ -214,8 +214,9 @@ def test_a_command_that_fails_is_warned_of(
 
 
 def test_a_command_that_ends_without_reading_its_input_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:
-    with DeadLetterAlerts(command="true") as alert_sender:
+    with DeadLetterAlerts(command="true", timeout_s=FAIL_SAFE_S) as alert_sender:
         alert_sender.send({"text": "x" * 1_000_000})
+        close(alert_sender)
     assert not caplog.records
 
 

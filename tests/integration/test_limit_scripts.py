@@ -63,8 +63,7 @@ class Tenant:
 
     def wait(self, **due_ms: float) -> None:
         """Let key queues wait that may ask from such a time on."""
-        for queue, due in due_ms.items():
-            self.client.execute("ZADD", KEYS.limited(b"a"), int(due), queue)
+        self.client.pipeline([("ZADD", KEYS.limited(b"a"), int(due), queue) for queue, due in due_ms.items()])
 
     @property
     def free_at(self) -> float:

@@ -125,12 +125,12 @@ def test_the_number_of_a_producer_is_kept_as_long_as_the_ids_of_callers(client: 
     assert [round(client.execute("TTL", key) / 86_400) for key in left] == [7, 7]
 
 
-def test_a_shared_client_stays_open_and_the_producers_own_is_closed(millstream_url: str) -> None:
-    with Client(millstream_url) as client:
+def test_a_shared_client_stays_open_and_the_producers_own_is_closed(millstream_fresh_server: EmbeddedServer) -> None:
+    with Client(millstream_fresh_server.url) as client:
         with Producer(client) as producer:
             producer.publish("s", {"n": 1})
         before = connections(client)
-        with Producer(millstream_url) as producer:
+        with Producer(millstream_fresh_server.url) as producer:
             producer.publish("s", {"n": 2})
             (own,) = connections(client) - before
         eventually(lambda: own not in connections(client), "the connection to be closed")
@@ -138,7 +138,7 @@ def test_a_shared_client_stays_open_and_the_producers_own_is_closed(millstream_u
 
 
 def connections(client: Client) -> set[bytes]:
-    """The ids of all connections of clients: one of an earlier test may still be about to end."""
+    """The ids of all connections of clients."""
     return {line.split()[0] for line in client.execute("CLIENT", "LIST", "TYPE", "normal").splitlines()}
 
 

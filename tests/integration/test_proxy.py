@@ -115,8 +115,13 @@ def test_the_proxy_ends_with_all_its_threads_even_while_frozen(millstream_server
         proxy.freeze()
         for end in ends:
             end.sendall(b"PING\r\n")
-        eventually(lambda: len(set(threading.enumerate()) - before) == 1 + 2 * len(ends), "all of its threads")
-    assert set(threading.enumerate()) <= before
+
+        def started() -> set[threading.Thread]:
+            found = set(threading.enumerate()) - before
+            return found if len(found) == 1 + 2 * len(ends) else set()
+
+        threads = eventually(started, "all of its threads")
+    assert not any(one.is_alive() for one in threads)
     for end in ends:
         end.close()
     with pytest.raises(ConnectionRefusedError):

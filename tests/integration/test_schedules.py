@@ -380,7 +380,9 @@ def test_a_last_firing_in_the_future_is_logged_once_with_the_command_that_lets_t
     loop = loop_of(client, one)
     last_published(client, one, now_ms(client) + 30_000)
     assert loop.publish_due() > 0
-    assert caplog.text == "", "a clock may differ a little from that of the server before a failover"
+    assert "schedule app.tick" not in caplog.text, (
+        "a clock may differ a little from that of the server before a failover"
+    )
     last_published(client, one, now_ms(client) + DAY_MS)
     for _ in range(2):
         assert loop.publish_due() == 60_000

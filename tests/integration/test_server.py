@@ -211,7 +211,8 @@ def test_a_paused_server_is_silent_until_it_is_resumed(server: EmbeddedServer) -
     assert server.call("PING") == b"PONG"
 
 
-def test_a_paused_server_stops_in_order(tmp_path: Path) -> None:
+def test_a_paused_server_stops_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "_STOP_MS", 1_000 * FAIL_SAFE_S)  # it may get no processor for long
     server = EmbeddedServer(data_dir=tmp_path)
     server.start()
     pid = server.pid
@@ -300,7 +301,8 @@ def test_a_server_dies_with_a_killed_parent_and_frees_its_folder(
 def test_a_server_that_was_never_stopped_exits_in_order_with_its_parent(
     tmp_path: Path, start_parent: StartParent
 ) -> None:
-    parent, pid = start_parent(tmp_path, then="")
+    patient = "from millstream.redis_client import embedded_server; embedded_server._STOP_MS = 600_000"
+    parent, pid = start_parent(tmp_path, then=patient)
     assert parent.wait(FAIL_SAFE_S) == 0
     eventually(lambda: is_dead(pid), "the server to end")
     assert ended_in_order(tmp_path), "the exit was not left to the parent-death signal"

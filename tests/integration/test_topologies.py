@@ -12,11 +12,12 @@ import redis
 from redis.sentinel import MasterNotFoundError, Sentinel
 
 from millstream.errors import ConfigError, ServerError
+from millstream.redis_client import embedded_server
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.testing.topologies import PRIMARY_NAME, SentinelTrio, acl_server, cluster, sentinel_trio, tls_server
 from tests.support.replicas import is_primary
 from tests.support.servers import install_package
-from tests.support.waiting import eventually
+from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.groups]
 
@@ -68,7 +69,8 @@ def test_sentinels_promote_the_replica_when_the_primary_is_killed_and_keep_the_d
             assert client.get("key") == b"value"
 
 
-def test_a_replica_that_has_just_begun_to_replicate_ends_in_order() -> None:
+def test_a_replica_that_has_just_begun_to_replicate_ends_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded_server, "_STOP_MS", 1_000 * FAIL_SAFE_S)  # it may get no processor for long
     with EmbeddedServer(extra={"repl-diskless-sync-delay": "0"}) as primary:
         replica = EmbeddedServer(extra={"replicaof": f"127.0.0.1 {primary.port}"})
         replica.start()

@@ -95,7 +95,7 @@ def test_a_message_that_backs_off_delays_no_other(client: Client) -> None:
     fill(client, 50)
     clock = LeapClock()
     with working(
-        client, make(handle, retry=Retry(attempts=2, delay_ms=600_000, max_delay_ms=600_000)), clock=clock
+        client, make(handle, retry=Retry(attempts=2, delay_ms=600_000, max_delay_ms=600_000, jitter=0)), clock=clock
     ) as loop:
         eventually(lambda: (loop.loop_metrics.committed, loop.loop_metrics.retried) == (49, 1))
         clock.leap(601_000)

@@ -216,7 +216,8 @@ def test_a_list_that_hangs_ends_the_process_and_then_each_message_runs_alone(cli
     add(client, *range(6))
     clock = LeapClock()
     handler = make(handle, key="key", time_limit_ms=600_000)
-    with ending(HandlerStuck, client, handler, clock=clock) as loop:
+    long = replace(QUICK, claim_ms=3_600_000)  # its time limit ends it, not the end of its lease
+    with ending(HandlerStuck, client, handler, match="longer than its time limit", clock=clock, policy=long) as loop:
         eventually(lambda: len(loop._in_flight.runs) == 6)
         clock.leap(605_000)
     hangs.clear()

@@ -9,6 +9,7 @@ from millstream import App, Message
 from millstream.redis_client.client import Client
 from tests.support.pipelines import Pipelines
 from tests.support.sources import Bench
+from tests.support.waiting import FAIL_SAFE_S
 
 pytestmark = [pytest.mark.spark]
 MEGABYTE = 1 << 20
@@ -26,12 +27,13 @@ def not_written(client: Client) -> Iterator[None]:
     (_, was) = client.execute("CONFIG", "GET", "appendonly")
     client.execute("CONFIG", "SET", "appendonly", "no")
     yield
-    client.execute("DEL", "big")
+    client.execute("UNLINK", "big")
     client.execute("CONFIG", "SET", "appendonly", was)
 
 
 def fill(client: Client, count: int, size: int) -> None:
-    client.execute("EVAL", FILL, 1, "big", count, size)
+    with Client(client.url, timeout_ms=round(FAIL_SAFE_S * 1_000)) as patient:
+        patient.execute("EVAL", FILL, 1, "big", count, size)
 
 
 def test_entries_of_thirty_megabytes_are_read(bench: Bench) -> None:

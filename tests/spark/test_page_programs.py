@@ -173,16 +173,16 @@ def test_the_listener_of_the_page_on_metrics_counts_rows(shop: Bench, monkeypatc
     added = {"QueryMetrics(recorder)": "listener := QueryMetrics(recorder)"}
     module = run_python("docs/metrics.md", {"spark": shop.spark}, added, only=[0])
     try:
-        shop.collect(orders(shop))
-        eventually(lambda: rows_counted(registry) == len(ORDERS), "the rows of the query")
+        query = shop.collect(orders(shop)).query.id  # the label of a query without a name
+        eventually(lambda: rows_counted(registry, query) == len(ORDERS), "the rows of the query")
     finally:
         shop.spark.streams.removeListener(module["listener"])
 
 
-def rows_counted(registry: prometheus_client.CollectorRegistry) -> float:
-    """How many rows all queries have read."""
+def rows_counted(registry: prometheus_client.CollectorRegistry, query: str) -> float:
+    """How many rows a query has read; those of earlier tests may still be reported."""
     samples = [sample for metric in registry.collect() for sample in metric.samples]
-    return sum(sample.value for sample in samples if sample.name == SPARK_ROWS.name)
+    return sum(one.value for one in samples if one.name == SPARK_ROWS.name and one.labels["query"] == query)
 
 
 def test_the_app_of_the_page_on_stages_has_a_handler_and_two_stages(shop: Bench) -> None:

@@ -31,7 +31,8 @@ class Reporting(QueryMetrics):
 
     def onQueryProgress(self, event: QueryProgressEvent) -> None:  # noqa: N802 - Spark's name
         super().onQueryProgress(event)
-        self.reported = event.progress.batchId
+        if event.progress.name == "shown":  # progress of the query before may still be reported
+            self.reported = event.progress.batchId
 
 
 class Figures:

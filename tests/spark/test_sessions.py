@@ -82,7 +82,9 @@ def daemons(driver: Driver) -> set[int]:
     found = set()
     for worker in driver.workers():
         with suppress(psutil.NoSuchProcess):
-            found.add(worker.ppid())
+            parent = worker.parent()
+            if parent is not None and "daemon pyspark." in " ".join(parent.cmdline()):  # else its daemon has just ended
+                found.add(parent.pid)
     return found
 
 
