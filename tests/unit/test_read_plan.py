@@ -64,7 +64,7 @@ def test_all_streams_with_an_entry_are_read_again_with_less_room_than_such_strea
 
 def test_streams_that_a_large_entry_left_no_room_for_are_read_round_robin() -> None:
     scheduler = ReadScheduler()
-    scheduler.on_read(wait_for_all(scheduler, 1), {"s0": 1}, is_whole=False)
+    scheduler.on_read(wait_for_all(scheduler, 1), {"s0": 1}, may_repeat=False)
     scheduler.on_read(scheduler.next_plan(most(100), 1), {"s0": 1})
     seen: set[str] = set()
     while not (plan := scheduler.next_plan(most(100), 1)).may_wait:

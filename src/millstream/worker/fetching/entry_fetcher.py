@@ -56,7 +56,8 @@ class EntryFetcher(Fetcher[ReliableStream]):
             self._in_flight.on_fetched(len(plan.used_up(found)), 1)
             if plan.may_wait and not (found or can_wait):
                 stopping.wait(min(_IDLE_WAIT_MS, permit.until_ms) / 1000)
-        self._scheduler.on_read(plan, found, is_whole=is_whole)
+        # The next read of all may bring an entry of each, so it follows at once only if there is room for these.
+        self._scheduler.on_read(plan, found, may_repeat=is_whole and self._affordable() >= len(plan.counts))
         self._loop_metrics.on_polled(sum(found.values()))
         if plan.may_wait:
             self._note_empty(plan, found)

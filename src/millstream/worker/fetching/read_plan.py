@@ -53,14 +53,14 @@ class ReadScheduler:
         self._position = at + room
         return ReadPlan(dict.fromkeys([*streams[at:], *streams[:at]][:room], 1), may_wait=False)
 
-    def on_read(self, plan: ReadPlan, counts: Mapping[str, int], *, is_whole: bool = True) -> None:
+    def on_read(self, plan: ReadPlan, counts: Mapping[str, int], *, may_repeat: bool = True) -> None:
         """Note how many entries a read returned, of each stream that had some.
 
-        `is_whole`: all streams of the plan were read.
+        `may_repeat`: all streams of the plan were read, and there is room for an entry of each.
         """
         if plan.may_wait:
             self._with_more, self._still_with_more = plan.used_up(counts), 0
-        if plan.may_wait and is_whole:
+        if plan.may_wait and may_repeat:
             self._empty_reads = len(plan.counts)
         elif self._reads_again:
             self._still_with_more += len(plan.used_up(counts))
