@@ -157,16 +157,27 @@ def _status(
     kind: ReaderKind, reports: Sequence[HandlerReport | GroupReport], crashing: Collection[str], *, alive: int
 ) -> Status:
     handlers = [report for report in reports if isinstance(report, HandlerReport)]
-    if any(one.problem is not None for one in handlers):
-        return "unreadable"
     if kind == "group" and not any(one.consumers for one in reports):
         return "no consumers"  # as of a query that shows its progress by a group: whether it runs is not known
-    paused = sum(one.paused for one in handlers)
-    if paused and paused == len(handlers):
+    return status_of(
+        is_readable=all(one.problem is None for one in handlers),
+        streams=len(handlers),
+        paused=sum(one.paused for one in handlers),
+        alive=alive,
+        lag=sum(report.lag or 0 for report in reports),
+        is_crashing=any(one.app in crashing and one.engine == "workers" for one in handlers),
+    )
+
+
+def status_of(*, is_readable: bool, streams: int, paused: int, alive: int, lag: int, is_crashing: bool) -> Status:
+    """The status of a reader with `lag` entries before it, of whose `streams` some are paused; `alive`: workers and runs."""
+    if not is_readable:
+        return "unreadable"
+    if paused and paused == streams:
         return "paused"
-    if not alive and any(report.lag for report in reports):
+    if not alive and lag:
         return "not running"  # also where its supervisor was killed in the end: starting it is what helps first
-    if any(one.app in crashing and one.engine == "workers" for one in handlers):
+    if is_crashing:
         return "crash loop"
     return "partly paused" if paused else "running" if alive else "idle"
 

@@ -83,11 +83,11 @@ def sample_of(sweep: HandlerSweep, at_ms: int) -> Sample:
         at_ms=at_ms,
         age_ms=int(sweep.age_ms),
         is_partial=len(labels) > MOST_HANDLERS,
-        handlers={label: _summed(by_handler[label], now_ms) for label in labels[:MOST_HANDLERS]},
+        handlers={label: _sample_of_handler(by_handler[label], now_ms) for label in labels[:MOST_HANDLERS]},
     )
 
 
-def _summed(places: Sequence[PlaceFigures], now_ms: float) -> HandlerSample:
+def _sample_of_handler(places: Sequence[PlaceFigures], now_ms: float) -> HandlerSample:
     is_readable = all(one.is_readable for one in places)
     lags = [one.lag for one in places if one.lag is not None]
     oldest_ms = min((one.oldest_since_ms for one in places if one.oldest_since_ms is not None), default=None)

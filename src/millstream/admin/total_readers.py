@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from millstream.admin.consumption_summary import ReaderReport, Status
+from millstream.admin.consumption_summary import ReaderReport, status_of
 from millstream.admin.figure_history import FigureHistory, HandlerSample, Sample
 from millstream.admin.findings import Finding, start_command
 from millstream.admin.liveness import announced_workers, find_runs
@@ -40,7 +40,9 @@ def with_totals(client: Client, readers: Sequence[ReaderReport], totals: Sample)
     runs = find_runs(client, [(one.app, one.handler) for one in missing])
     for keys in missing:
         known[keys.label] = _unseen(keys.label, len(announced[keys.label]) + ((keys.app, keys.handler) in runs))
-    found = [_summed(one, totals.handlers[name]) if name in totals.handlers else one for name, one in known.items()]
+    found = [
+        _with_totals(one, totals.handlers[name]) if name in totals.handlers else one for name, one in known.items()
+    ]
     return (*sorted(found, key=lambda one: one.name), *(one for one in readers if one.kind != "handler"))
 
 
@@ -107,11 +109,18 @@ def _unseen(name: str, alive: int) -> ReaderReport:
     )
 
 
-def _summed(reader: ReaderReport, total: HandlerSample) -> ReaderReport:
+def _with_totals(reader: ReaderReport, total: HandlerSample) -> ReaderReport:
     return replace(
         reader,
         modes=total.modes,
-        status=_status(reader, total),
+        status=status_of(
+            is_readable=total.done is not None,
+            streams=total.streams,
+            paused=total.paused,
+            alive=reader.alive,
+            lag=total.lag or 0,
+            is_crashing=reader.status == "crash loop",  # which is known of its app's workers, and not of streams
+        ),
         streams=total.streams,
         lag=total.lag,
         lag_exact=total.is_exact,
@@ -125,16 +134,3 @@ def _summed(reader: ReaderReport, total: HandlerSample) -> ReaderReport:
         added=total.added or 0,
         done=total.done,
     )
-
-
-def _status(reader: ReaderReport, total: HandlerSample) -> Status:
-    """As in ReaderReport; a crash loop is known of its app's workers, and not of streams."""
-    if total.done is None:
-        return "unreadable"
-    if total.paused == total.streams:
-        return "paused"
-    if not reader.alive and total.lag:
-        return "not running"
-    if reader.status == "crash loop":
-        return "crash loop"
-    return "partly paused" if total.paused else "running" if reader.alive else "idle"
