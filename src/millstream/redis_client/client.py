@@ -234,7 +234,8 @@ class Client:
         if not 0 < timeout_ms < self.timeout_ms:
             raise ConfigError(f"a wait for replicas of {timeout_ms} ms: use 1 to {self.timeout_ms - 1:,}")
         with self._lock:
-            for command in (script.command(keys, args), script.loading_command(keys, args)):
+            by_hash = script.command(keys, args)
+            for command in (by_hash, *with_texts([by_hash])):
                 replies = self._exchange(self._route_pool(keys[0]), [command, ("WAIT", replicas, timeout_ms)])
                 if not isinstance(replies[0], NoScriptError):
                     break

@@ -37,10 +37,6 @@ class Script:
         """The command that runs the script by its hash; a server that lacks it replies ScriptMissing."""
         return ("EVALSHA", self.sha, len(keys), *keys, *args)
 
-    def loading_command(self, keys: Sequence[Arg], args: Sequence[Arg]) -> Command:
-        """The command that sends the text, runs the script, and leaves it loaded."""
-        return ("EVAL", self.text, len(keys), *keys, *args)
-
 
 def with_texts(commands: Sequence[Command], *, on_one_server: bool = True) -> list[Command]:
     """Commands that do on servers without the scripts what these of `Script.command` do: they send the texts.
