@@ -4,8 +4,9 @@ import asyncio
 import logging
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
@@ -107,32 +108,68 @@ def test_messages_that_suddenly_become_large_do_not_exceed_the_budget(client: Cl
         eventually(lambda: loop.loop_metrics.committed == 1_060)
 
 
-def test_streams_with_large_messages_at_the_same_time_are_read_as_far_as_there_is_room(client: Client) -> None:
-    streams, over, clock = [f"in{number}" for number in range(20)], threading.Event(), ManualClock()
-    over.set()  # it waits for nothing
-    publish(client, 20, streams, size=10)
-    loop = ReadingLoop(make(lambda message: None, pattern="in*"), client.url, consumer="w", policy=POLICY, clock=clock)
-    loop._discover()
+class Fetching:
+    """A loop whose fetcher reads 20 streams, a step at a time; no read that might wait does, unless its clock stands still."""
 
-    def fetch(steps: int) -> int:
+    streams: Final = tuple(f"in{number}" for number in range(20))
+
+    def __init__(self, client: Client) -> None:
+        publish(client, 20, [*self.streams], size=10)
+        handler, self._clock = make(lambda message: None, pattern="in*"), ManualClock()
+        self.loop = ReadingLoop(handler, client.url, consumer="w", policy=POLICY, clock=self._clock)
+        self.loop._discover()
+        self._over = threading.Event()
+        self._over.set()  # it waits for nothing
+
+    def fetch(self, steps: int, *, passed_ms: int = 200) -> int:
+        """Do so many steps, each this time after the one before; return how many entries are in flight."""
         for _ in range(steps):
-            clock.now_ms += 200  # a read that might wait does not
-            loop._ordering.fetcher.fetch(POLICY.batch, over)
-        return len(loop._in_flight)
+            self._clock.now_ms += passed_ms
+            self.loop._ordering.fetcher.fetch(POLICY.batch, self._over)
+        return len(self.loop._in_flight)
 
-    assert fetch(50) == 20
-    publish(client, 5, streams)
-    assert fetch(50) == 25
-    publish(client, 20, streams)
-    counts = [fetch(1)]
+    def remove_all(self) -> None:
+        self.loop._in_flight.remove(self.loop._in_flight.deliveries)
+
+    def close(self) -> None:
+        self.loop._ordering.close()
+        for one in (self.loop._client, self.loop._blocking_client, self.loop._scan_client):
+            one.close()
+
+
+@pytest.fixture
+def fetching(client: Client) -> Iterator[Fetching]:
+    with closing(Fetching(client)) as found:
+        yield found
+
+
+def test_streams_with_large_messages_at_the_same_time_are_read_as_far_as_there_is_room(
+    client: Client, fetching: Fetching
+) -> None:
+    assert fetching.fetch(50) == 20
+    publish(client, 5, [*fetching.streams])
+    assert fetching.fetch(50) == 25
+    publish(client, 20, [*fetching.streams])
+    counts = [fetching.fetch(1)]
     while counts[-1]:
-        assert loop._in_flight.bytes <= BUDGET + SIZE
-        loop._in_flight.remove(loop._in_flight.deliveries)
-        counts.append(fetch(50))
+        assert fetching.loop._in_flight.bytes <= BUDGET + SIZE
+        fetching.remove_all()
+        counts.append(fetching.fetch(50))
     assert sum(counts) == 45, "what found no room is read later"
-    loop._ordering.close()
-    for one in (loop._client, loop._blocking_client, loop._scan_client):
-        one.close()
+
+
+def test_a_read_of_all_streams_is_not_repeated_where_an_entry_of_each_has_no_room(
+    client: Client, fetching: Fetching
+) -> None:
+    assert fetching.fetch(50) == 20
+    fetching.remove_all()
+    assert fetching.fetch(3) == 0
+    publish(client, 1, [*fetching.streams])
+    assert fetching.fetch(1, passed_ms=0) == 1  # it waits for all of them, and one comes
+    publish(client, 60, [*fetching.streams])
+    for _ in range(4):
+        fetching.fetch(1, passed_ms=0)
+        assert fetching.loop._in_flight.bytes <= BUDGET + SIZE
 
 
 def test_a_message_that_is_larger_than_the_budget_is_in_flight_alone(
