@@ -14,10 +14,9 @@ from millstream.delivery.delayed_messages import DelayedMessage, DelayedMessages
 from millstream.errors import MillstreamError
 from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
-from millstream.redis_client.escaping import escape, json_fields
+from millstream.redis_client.escaping import escape, escape_fields, json_fields
 from millstream.redis_client.formats import format_age, format_time, pluralize
 from millstream.redis_client.pipelining import server_time_ms
-from millstream.redis_client.replies import pairs_of
 
 _FIELD_CHARS = 60
 
@@ -109,8 +108,7 @@ def _cancel(client: Client, stream: str, ids: Sequence[str]) -> int:
 
 
 def _row(one: DelayedMessage, now_ms: int) -> tuple[str, ...]:
-    fields = " ".join(f"{escape(name)}={escape(value)}" for name, value in pairs_of(one.pairs))
-    shown = fields if one.problem is None else f"unreadable: {one.problem}"
+    shown = escape_fields(one.pairs) if one.problem is None else f"unreadable: {one.problem}"
     return (
         escape(one.stream),
         escape(one.id),

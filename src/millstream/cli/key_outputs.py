@@ -1,7 +1,5 @@
 """`millstream key outputs`: the last outputs of a key."""
 
-from collections.abc import Sequence
-
 from millstream.admin.handler_names import find_handler
 from millstream.admin.key_outputs import OutputSearch, find_key_outputs
 from millstream.cli.handler_names import HandlerName, Key
@@ -9,8 +7,7 @@ from millstream.cli.options import JsonLines, Url
 from millstream.cli.terminal import print_json, print_message, print_table, truncate_on_screen
 from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
-from millstream.redis_client.escaping import escape, json_fields, unescape
-from millstream.redis_client.replies import pairs_of
+from millstream.redis_client.escaping import escape, escape_fields, json_fields, unescape
 
 _FIELD_CHARS = 100
 
@@ -27,18 +24,15 @@ def outputs(handler: HandlerName, key: Key, url: Url = DEFAULT_URL, as_json: Jso
         for stream, entry_id, pairs in entries:
             print_json({"stream": stream, "id": entry_id, **json_fields(pairs)})
     elif entries:
-        rows = [(escape(stream), entry_id, _fields(pairs)) for stream, entry_id, pairs in entries]
+        rows = [
+            (escape(stream), entry_id, truncate_on_screen(escape_fields(pairs), _FIELD_CHARS))
+            for stream, entry_id, pairs in entries
+        ]
         print_table(("~stream", "id", "+fields"), rows)
     for reason in found.reasons:
         print_message(reason)
     for search in found.searches:
         print_message(_extent(search))
-
-
-def _fields(pairs: Sequence[bytes]) -> str:
-    return truncate_on_screen(
-        " ".join(f"{escape(name)}={escape(value)}" for name, value in pairs_of(pairs)), _FIELD_CHARS
-    )
 
 
 def _extent(search: OutputSearch) -> str:

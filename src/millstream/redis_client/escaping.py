@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from millstream.errors import ConfigError
+from millstream.redis_client.replies import pairs_of
 
 _SHORT = {"\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
 _ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|([\\nrt]))|\\")
@@ -26,6 +27,11 @@ def escape(data: bytes | str) -> str:
     if text.isprintable() and "\\" not in text:
         return text
     return text.translate(_ESCAPES)
+
+
+def escape_fields(pairs: Sequence[bytes]) -> str:
+    """The fields of an entry on one line, as `name=value`, escaped."""
+    return " ".join(f"{escape(name)}={escape(value)}" for name, value in pairs_of(pairs))
 
 
 def escape_lines(text: str) -> str:
