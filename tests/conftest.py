@@ -60,6 +60,13 @@ def client(millstream_url: str) -> Iterator[Client]:
         yield opened
 
 
+@pytest.fixture
+def fresh_client(millstream_fresh_server: EmbeddedServer) -> Iterator[Client]:
+    """A client of a server of the test's own, which it may kill and reconfigure, or whose commands it counts."""
+    with Client(millstream_fresh_server.url) as opened:
+        yield opened
+
+
 @pytest.fixture(scope="session")
 def spark() -> "Iterator[SparkSession]":
     """One session for all tests of a process."""

@@ -1,20 +1,9 @@
 """What the fault tests share."""
 
-from collections.abc import Iterator
-
 import pytest
 
-from millstream.redis_client.client import Client
-from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.testing.history import Report
 from tests.support.worker_processes import PrintFigures, StandstillWatch
-
-
-@pytest.fixture
-def fresh_client(millstream_fresh_server: EmbeddedServer) -> Iterator[Client]:
-    """A client of a server of the test's own, which it may kill and reconfigure."""
-    with Client(millstream_fresh_server.url) as opened:
-        yield opened
 
 
 @pytest.fixture

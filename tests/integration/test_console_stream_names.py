@@ -37,10 +37,10 @@ class HeldClock:
 
 
 @pytest.fixture
-def filled(client: Client) -> Client:
+def filled(fresh_client: Client) -> Client:
     for name in ("a1", "a2", "b"):
-        client.execute("XADD", name, "*", "n", 1)
-    return client
+        fresh_client.execute("XADD", name, "*", "n", 1)
+    return fresh_client
 
 
 @pytest.fixture
@@ -85,18 +85,18 @@ def test_the_older_names_are_found_while_a_scan_runs_unless_they_are_too_old(fil
     assert shown(names, "a")[1], "the older names are too old: these are those read so far"
 
 
-def test_names_of_a_scan_of_many_pages_count_as_new_for_longer(client: Client, clock: HeldClock) -> None:
+def test_names_of_a_scan_of_many_pages_count_as_new_for_longer(fresh_client: Client, clock: HeldClock) -> None:
     clock.go_on.set()
-    client.pipeline([("SET", f"key{n}", 1) for n in range(70_000)])
-    names = StreamNames(client.url, wait_ms=HOUR_MS, clock=clock)
-    before = commands_run(client.execute)["scan"]
+    fresh_client.pipeline([("SET", f"key{n}", 1) for n in range(70_000)])
+    names = StreamNames(fresh_client.url, wait_ms=HOUR_MS, clock=clock)
+    before = commands_run(fresh_client.execute)["scan"]
     assert shown(names, "") == ([], False)
-    pages = commands_run(client.execute)["scan"] - before
+    pages = commands_run(fresh_client.execute)["scan"] - before
     assert pages >= 70
     for now_ms, scanned in ((pages * 100.0 - 1, pages), (pages * 100.0, 2 * pages)):
         clock.now_ms = now_ms
         names.find("")
-        eventually(lambda wanted=scanned: commands_run(client.execute)["scan"] - before == wanted, "the scans")  # type: ignore[misc]
+        eventually(lambda wanted=scanned: commands_run(fresh_client.execute)["scan"] - before == wanted, "the scans")  # type: ignore[misc]
 
 
 def test_too_many_streams_are_searched_by_prefix(filled: Client, tmp_path: Path) -> None:

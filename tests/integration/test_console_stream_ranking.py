@@ -24,15 +24,15 @@ STREAMS = 1_100
 
 
 @pytest.fixture
-def filled(client: Client) -> Client:
+def filled(fresh_client: Client) -> Client:
     """So many streams with an entry each, and three with more, which are older and whose groups are behind."""
-    client.pipeline([("XADD", f"calls:{n:04}", "*", "n", n) for n in range(STREAMS - 3)])
+    fresh_client.pipeline([("XADD", f"calls:{n:04}", "*", "n", n) for n in range(STREAMS - 3)])
     for name, length, behind in (("x", 30, 2), ("y", 10, 9), ("z", 20, 5)):
-        client.pipeline([("XADD", f"calls:{name}", f"{n}-0", "n", n) for n in range(length, 2 * length)])
-        client.execute(
+        fresh_client.pipeline([("XADD", f"calls:{name}", f"{n}-0", "n", n) for n in range(length, 2 * length)])
+        fresh_client.execute(
             "XGROUP", "CREATE", f"calls:{name}", "g", f"{2 * length - 1 - behind}-0", "ENTRIESREAD", length - behind
         )
-    return client
+    return fresh_client
 
 
 @contextmanager
