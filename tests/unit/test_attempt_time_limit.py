@@ -9,7 +9,9 @@ import pytest
 
 from millstream.handlers.attempt import RunResult
 from millstream.handlers.time_limit import TimeLimit
+from millstream.spark.engine import watchdog
 from millstream.spark.engine.time_limit import AttemptTimeLimit
+from tests.support.waiting import FAIL_SAFE_S
 
 pytestmark = [pytest.mark.spark]
 
@@ -27,7 +29,9 @@ def endless() -> RunResult:
 
 
 @pytest.fixture
-def time_limit() -> Iterator[AttemptTimeLimit]:
+def time_limit(monkeypatch: pytest.MonkeyPatch) -> Iterator[AttemptTimeLimit]:
+    for name in ("_MIN_GRACE_MS", "_MAX_GRACE_MS"):  # no watchdog kills a process that stands still
+        monkeypatch.setattr(watchdog, name, FAIL_SAFE_S * 1_000)
     before = signal.getsignal(signal.SIGALRM)
     limit = AttemptTimeLimit()
     try:

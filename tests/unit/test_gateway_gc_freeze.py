@@ -25,13 +25,14 @@ class Knot:
 
 @pytest.fixture(autouse=True)
 def no_automatic_collections() -> Iterator[None]:
-    """Nothing is collected but on request, and nothing stays frozen."""
+    """Nothing is collected but on request. Afterwards all that is alive is frozen, as after the collection of the tests."""
     gc.collect()
     gc.disable()
     yield
     gc.enable()
     gc.unfreeze()
     gc.collect()
+    gc.freeze()
 
 
 def test_connections_stay_frozen_until_as_many_have_closed_as_are_open() -> None:
