@@ -17,7 +17,8 @@ from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.worker, pytest.mark.keys, pytest.mark.spark]
 
-APART = ("crashed", "restart")
+RETRIES = ("retries", "retries_async")  # their times are known within a process, which `time_limit` ends
+APART = ("crashed", "restart", *RETRIES)
 WAVE = 6
 
 
@@ -67,7 +68,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def on_workers(millstream_server: EmbeddedServer, folders: Iterator[Path]) -> Iterator[Ran]:
     together = [case for case in ALL if case.name not in APART]
-    yield from ran(lambda: WorkerEngine(next(folders)), (together, named("crashed"), named("restart")))
+    yield from ran(lambda: WorkerEngine(next(folders)), (together, named(*RETRIES), named("crashed"), named("restart")))
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ pytestmark = [pytest.mark.worker, pytest.mark.keys, pytest.mark.spark]
 
 KEYS = HandlerKeys("app", "handle", "in")
 POLICY = WorkerPolicy(block_ms=100, claim_ms=1_000, sweep_ms=100)
+PATIENT_POLICY = replace(POLICY, claim_ms=60_000)  # no lease ends because this process stands still
 PART = 300
 KEY_COUNT = 30
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
@@ -217,13 +219,16 @@ def test_both_engines_run_an_app_at_once_on_different_streams_with_one_output(
     for name, ids in streams.items():
         client.pipeline([("XADD", name, one, "n", n) for n, one in enumerate(ids)])
     apps = {name: app_of_one(keyed=True, stream=name) for name in streams}
-    loop = ReadingLoop(apps["for-workers"].handlers["handle"], client.url, consumer="w1", policy=POLICY)
+    loop = ReadingLoop(apps["for-workers"].handlers["handle"], client.url, consumer="w1", policy=PATIENT_POLICY)
     settings = RunSettings(url=client.url, checkpoint=str(tmp_path / "one"), max_per_batch=50)
     runner = Supervisor(apps["for-spark"], spark, settings, on_event=lambda event: None)
+    letters_of = [HandlerKeys("app", "handle", name).dead_letters for name in streams]
+
+    def is_done() -> bool:
+        return client.execute("XLEN", "out") >= 2 * 196 and all(client.execute("XLEN", one) >= 4 for one in letters_of)
+
     with running(loop.run, loop.stop) as worker, running(runner.run, runner.stop) as pipeline:
-        eventually(
-            lambda: client.execute("XLEN", "out") >= 2 * 196, "all outputs", log=lambda: (worker.error, pipeline.error)
-        )
+        eventually(is_done, "all outputs and dead letters", log=lambda: (worker.error, pipeline.error))
     assert (worker.error, pipeline.error) == (None, None)
     outputs = [(pairs[1].decode(), int(pairs[7])) for _, pairs in client.execute("XRANGE", "out", "-", "+")]
     for name, ids in streams.items():

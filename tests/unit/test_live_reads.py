@@ -76,7 +76,7 @@ def test_an_error_is_kept_as_long_as_a_value() -> None:
 
 def test_no_more_than_two_hundred_values_are_kept() -> None:
     async def run() -> None:
-        source, live = Source(), LiveReads[int]()
+        source, live = Source(), LiveReads[int](keep_ms=3_600_000)
         source.go_on.set()
         for n in range(201):
             await live.get(n, source.read)

@@ -51,6 +51,7 @@ def test_a_plain_handler_is_shown_with_what_it_calls_and_without_the_frames_abov
     thread.start()
     try:
         eventually(inside.is_set)
+        eventually(lambda: "release.wait" in shown(HERE), "the wait in its traceback", log=lambda: shown(HERE))
         text = shown(HERE)
     finally:
         release.set()
