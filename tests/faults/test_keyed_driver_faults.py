@@ -1,0 +1,103 @@
+"""Drivers and Spark's Python workers are killed: each message of a key takes effect once, in order, on the right state."""
+
+import os
+import random
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from millstream.delivery.state_expiry import live_states
+from millstream.handlers.upcasting import parse_version_and_state
+from millstream.redis_client.client import Client
+from tests.support.drivers import APPS, Driver
+from tests.support.expiring_keys import KEYS, ExpiringExpectations
+from tests.support.keyed_workers import KeyedExpectations
+from tests.support.killed_drivers import KilledDriver
+from tests.support.waiting import eventually
+from tests.support.worker_processes import PrintFigures
+
+pytestmark = [
+    *(pytest.mark.spark, pytest.mark.keys, pytest.mark.drivers, pytest.mark.faults),
+    pytest.mark.skipif(not os.environ.get("MILLSTREAM_SOAK"), reason="a Spark of its own, started often: make soak"),
+]
+
+KILLS = 50
+
+
+class OnSpark(KeyedExpectations):
+    """Expectations on Spark, where messages of a batch are not pending."""
+
+    def publish_more(self) -> None:
+        """See Expectations."""
+        self.publish_keys(12 * KEYS, KEYS, ms=5)
+
+    def drained(self) -> bool:
+        """See Expectations."""
+        return self.is_done_on_spark()
+
+
+class ExpiringOnSpark(ExpiringExpectations):
+    """Expectations of the app `expiring` on Spark."""
+
+    def publish_more(self) -> None:
+        """See Expectations. Every second time, once all states have expired."""
+        if len(self.enqueued) % (12 * KEYS):
+            eventually(self.drained, "the last message")
+            eventually(self.states_have_expired, "the end of all states")
+        super().publish_more()
+
+    def drained(self) -> bool:
+        """See Expectations."""
+        return self.is_done_on_spark()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the apps write what they have run."""
+    monkeypatch.setenv("MILLSTREAM_TEST_FOLDER", str(tmp_path))
+    return tmp_path
+
+
+def kill_often(expectations: KeyedExpectations, app: str, folder: Path, print_figures: PrintFigures) -> None:
+    """Kill drivers and Python workers of the app, then let it end, and check what it has done."""
+    seed = random.SystemRandom().randrange(1 << 32)
+    url = expectations.client.url
+    expectations.publish_more()
+    with Driver(f"{APPS}/worker_app.py:{app}", url=url, folder=folder, options=("--max-per-batch", "100")) as driver:
+        nemesis = KilledDriver(driver, random.Random(seed), cores=(1, 2))
+        nemesis.run(KILLS, expectations.publish_more)
+        eventually(expectations.drained, f"the last message; seed {seed}", log=driver.errors)
+        report = expectations.check_keys(overlap=False, log=driver.errors)
+        assert driver.stop() == 0
+    print_figures(report, kills=nemesis.killed, driver_starts=driver.starts, seed=seed)
+
+
+def test_lists_of_a_key_keep_its_order_while_drivers_and_tasks_are_killed(
+    fresh_client: Client, folder: Path, print_figures: PrintFigures
+) -> None:
+    kill_often(OnSpark(fresh_client, folder, app="listed"), "listed", folder, print_figures)
+
+
+def test_each_state_is_upcast_once_while_drivers_and_tasks_are_killed(
+    fresh_client: Client, folder: Path, print_figures: PrintFigures
+) -> None:
+    expectations = OnSpark(fresh_client, folder, app="kept")
+    earlier = msgspec.msgpack.encode({"seen": 0})
+    state_key = expectations.keys.state
+    fresh_client.execute("HSET", state_key, *(part for n in range(KEYS) for part in (f"k{n}", earlier)))
+    kill_often(expectations, "kept", folder, print_figures)
+    counts = {row["key"]: int(row["count"]) for row in expectations.outputs()}
+    assert len(counts) == KEYS
+    for key, count in counts.items():
+        (state,) = live_states(fresh_client, state_key, [fresh_client.execute("HGET", state_key, key)])
+        assert state is not None
+        assert parse_version_and_state(state) == (2, {"count": count})
+
+
+def test_no_state_is_lost_before_its_time_or_kept_beyond_it_while_drivers_and_tasks_are_killed(
+    fresh_client: Client, folder: Path, print_figures: PrintFigures
+) -> None:
+    expectations = ExpiringOnSpark(fresh_client, folder, app="expiring")
+    kill_often(expectations, "expiring", folder, print_figures)
+    assert expectations.begun_anew >= KEYS
