@@ -70,6 +70,14 @@ class PacedExpectations(LimitedExpectations):
         return len(permits)
 
 
+class PacedTaskExpectations(PacedExpectations):
+    """Expectations of the app `paced` on Spark."""
+
+    def drained(self) -> bool:
+        """Return whether all batches have ended, no key waits, and the rate lets each tenant begin."""
+        return self.is_done_on_spark() and not self._ask("KEYS", f"{self.keys.base}:free-at:*")
+
+
 class TaskExpectations(LimitedExpectations):
     """Expectations of the app `tenants` on Spark, whose permits have the number of their process."""
 

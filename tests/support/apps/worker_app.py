@@ -195,16 +195,43 @@ def record_permits() -> None:
     keyed_stream.take_permit = take_permit
 
 
-def name_permits_by_process() -> None:
-    """Let the name of each permit of a task begin with the number of its process: a test returns those of the dead."""
+def name_and_record_permits_of_tasks() -> None:
+    """Let the name of each permit of a task begin with the number of its process: a test returns those of the dead.
+
+    Record those of the app `paced`, as in workers.
+    """
     from millstream.spark.engine import task_permits
 
     module: Any = task_permits
+    real_take = task_permits.TaskPermits.take
+
+    def take(permits: task_permits.TaskPermits, run: Any, message: Message) -> Any:
+        if permits._permits.limit != PACE:
+            return real_take(permits, run, message)
+        client = permits._commit_store._client
+        asked_us = server_time_us(client)
+        answer = real_take(permits, run, message)
+        if isinstance(answer, task_permits.TaskPermit):
+            permit = Event(
+                kind="started",
+                stream=run.stream,
+                id=message.id,
+                handler="work",
+                worker=str(os.getpid()),
+                at=server_time_us(client) / 1000,
+                limited=answer.share.value.decode(),
+                cost=float(message.fields["cost"]),
+                asked=asked_us / 1000,
+            )
+            recorder(f"permits.{os.getpid()}").record(permit)
+        return answer
+
+    module.TaskPermits.take = take
     module.uuid = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=f"{os.getpid()}-{uuid.uuid4().hex}"))
 
 
 if "MILLSTREAM_TEST_ARM" in os.environ:  # a driver, or one of its tasks
-    name_permits_by_process()
+    name_and_record_permits_of_tasks()
 else:
     record_permits()
 SHORT = Retry(attempts=3, delay_ms=20)
