@@ -50,6 +50,7 @@ def completed(line: str, *, shell: str = "bash", program: str = PROGRAM) -> list
         ("millstream key un", ["unpark"]),
         ("millstream info --w", ["--wide", "--watch"]),
         ("millstream worker --log-f", ["--log-format"]),
+        ("millstream replay --c", ["--code", "--config"]),
         ("millstream run --start ", ["earliest", "latest"]),
         ("millstream keys ", [*COMMANDS]),  # no command, so it is left out
     ],

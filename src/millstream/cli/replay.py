@@ -30,15 +30,17 @@ from millstream.redis_client.key_names import own_pairs
 from millstream.worker.handler_steps import HandlerSteps
 
 _HEX = "hex"
+_NewVersion = Annotated[
+    str | None,
+    typer.Option("--new", "--code", help="Another version of the app: run both, and compare.", metavar="APP"),
+]
 
 
 def replay(
     target: Annotated[str, typer.Argument(help="The app: module:app or path/to/file.py:app", metavar="APP")],
     handler: Annotated[str, typer.Argument(help="The handler; it must have a key.", metavar="HANDLER")],
     key: Key,
-    new: Annotated[
-        str | None, typer.Option("--new", help="Another version of the app: run both, and compare.", metavar="APP")
-    ] = None,
+    new: _NewVersion = None,
     start: Annotated[
         str, typer.Option("--from", help="The first id, or a time, such as 2h (ago).", metavar="WHERE")
     ] = "earliest",
