@@ -167,6 +167,8 @@ def test_of_several_streams_those_with_messages_of_the_key_are_explained(client:
     assert explained(client, "zoe")["stream"] == "more", "the one that may have messages of it"
     (alone,) = call("why", "shop.pay", "c", "--stream", "others", "--json", url=client.url).json_lines()
     assert (alone["state"], alone["stream"]) == ("free", "others")
+    named = call("why", "shop.pay", "c", "--stream", "orders", url=client.url)
+    assert "mend: millstream key unpark shop.pay c --stream orders\n" in named.out, "there are others"
 
 
 def test_a_key_that_only_waits_until_it_has_left_another_partition_is_not_to_be_unparked(

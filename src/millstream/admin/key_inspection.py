@@ -24,13 +24,11 @@ _MOST_LETTERS = 1_000
 """How many of the newest dead letters of a handler on a stream are searched for those of the key."""
 
 
-def inspect_key(
-    client: Client, places: Sequence[HandlerKeys], key: bytes, *, is_only: bool | None = None
-) -> list[KeyReport]:
+def inspect_key(client: Client, places: Sequence[HandlerKeys], key: bytes, *, is_only: bool) -> list[KeyReport]:
     """The reports of a key of a handler, on each of its streams `places` that this user may access.
 
-    `is_only`: whether the handler has run on one stream alone; None: `places` are all of its streams. Raises
-    MillstreamError if the handler has no key, and RedisError.
+    `is_only`: whether the handler has run on one stream alone. Raises MillstreamError if the handler has no key, and
+    RedisError.
     """
     by_stream = {keys.stream: keys for keys in places}
     handlers = inspect_handlers(client, places)
@@ -41,7 +39,6 @@ def inspect_key(
         )
     long_runs = read_long_runs(client, {places[0].app})
     now_ms = server_time_ms(client)
-    is_only = len(places) == 1 if is_only is None else is_only
     return [_read(client, by_stream[one.stream], one, key, long_runs, now_ms, is_only=is_only) for one in handlers]
 
 

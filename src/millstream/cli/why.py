@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from millstream.admin.handler_names import find_handler
+from millstream.admin.inspection import find_handlers
 from millstream.admin.key_explanation import KeyReport, explain_key
 from millstream.admin.key_inspection import inspect_key
 from millstream.cli.handler_names import HandlerName, Key, OnStream
@@ -24,7 +25,10 @@ def why(
     most unread entries. Changes nothing.
     """
     with Client(url) as client:
-        found = inspect_key(client, find_handler(client, handler, stream), unescape(key))
+        known = find_handlers(client)
+        places = find_handler(client, handler, stream, known=known)
+        is_only = len(find_handler(client, handler, None, known=known)) == 1
+        found = inspect_key(client, places, unescape(key), is_only=is_only)
     shown = _chosen(found)
     for report in shown:
         explanation = explain_key(report)
