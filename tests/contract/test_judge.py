@@ -106,6 +106,13 @@ def test_verify_names_leftover_pending_entries_and_crash_counts(client: Client) 
         verify(client, CASE)
 
 
+def test_verify_names_entries_of_the_stream_that_are_neither_published_nor_set_by_timers(client: Client) -> None:
+    commit(client, unit(0, outputs=[FIRST]), unit(1, outputs=[SECOND]), unit(2, dead=letter()))
+    client.execute("XADD", CASE.stream, "*", "n", 3)
+    with pytest.raises(ContractBroken, match="its stream has 4 entries, not 3"):
+        verify(client, CASE)
+
+
 HOUR_MS = 3_600_000
 EXPIRING = replace(
     CASE,
@@ -158,3 +165,17 @@ def test_an_engine_that_does_nothing_is_reported_with_its_progress(millstream_ur
 
     with pytest.raises(ContractBroken, match=r"incomplete after 0 s: case 0/3"):
         run_cases(idle, millstream_url, [CASE], within_s=0.1)
+
+
+def test_an_engine_that_runs_no_schedule_is_reported_although_it_has_committed_all_entries(
+    millstream_url: str,
+) -> None:
+    def without_schedules(app: App, url: str, until: Callable[[], bool]) -> None:
+        with Client(url) as client:
+            commit(client, unit(0), unit(1), unit(2))
+        while not until():
+            pass
+
+    case = replace(CASE, schedule=lambda: {"n": 3}, firings=2, missed="skip")
+    with pytest.raises(ContractBroken, match=r"incomplete after 0 s: case 3/3 and a firing is due"):
+        run_cases(without_schedules, millstream_url, [case], within_s=0.1)

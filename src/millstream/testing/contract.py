@@ -9,7 +9,7 @@ The idea is one suite that every implementation inherits, like the `StreamsTestM
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from millstream.balancer import announce
 from millstream.delivery.delayed_messages import DelayedMessages
 from millstream.errors import MillstreamError
 from millstream.handlers.dead_letter import DeadLetter, Reason
+from millstream.handlers.schedule import Missed, Schedule
 from millstream.handlers.upcasting import encode_state
 from millstream.model import EntryId, State, value_of
 from millstream.producer.firings import Firings
@@ -88,7 +89,7 @@ class Case:
     * `last_changes`: for each key of which a state is left: which of its outputs (from 0, in order) comes from the last
       message that changed the state. It has one before and one after it, a while apart; its handler has `state_ttl_ms`
     * `schedule`: the function of a schedule of its stream, as for `App.every`, which misses `firings` firings before the
-      engine starts
+      engine starts; `missed`: which of them it publishes, with "skip" none
     """
 
     name: str
@@ -108,11 +109,13 @@ class Case:
     last_changes: Mapping[bytes, int] = field(default_factory=dict)
     schedule: Callable[..., Any] | None = None
     firings: int = 0
+    missed: Missed = "all"
 
     @property
     def messages(self) -> int:
         """How many messages its handler commits in the end."""
-        return len(self.entries) + self.timers + self.firings
+        published = {"all": self.firings, "once": min(self.firings, 1), "skip": 0}
+        return len(self.entries) + self.timers + published[self.missed]
 
     @property
     def stream(self) -> str:
@@ -153,8 +156,12 @@ def app_of(cases: Iterable[Case]) -> App:
         streams = () if "announced" in options else (case.stream,)
         app.handler(*streams, **options)(case.function)
         if case.schedule is not None:
-            app.every(_RARELY, stream=case.stream, missed="all", name=case.name)(case.schedule)
+            app.every(_RARELY, stream=case.stream, missed=case.missed, name=case.name)(case.schedule)
     return app
+
+
+def _schedules(case: Case) -> Collection[Schedule]:
+    return () if case.schedule is None else app_of([case]).schedules.values()
 
 
 def run_cases(engine: Engine, url: str, cases: Sequence[Case], *, within_s: float = 120.0) -> None:
@@ -180,14 +187,14 @@ def run_cases(engine: Engine, url: str, cases: Sequence[Case], *, within_s: floa
         def is_complete() -> bool:
             for operator in operators:
                 operator.skip_parked()
-            return all(_committed(client, case) >= case.messages for case in cases)
+            return all(_is_complete(client, case) for case in cases)
 
         done = _Deadline(is_complete, within_s)
         try:
             engine(app_of(cases), url, done)
         except TimeoutError:
-            left = [f"{case.name} {_committed(client, case)}/{case.messages}" for case in cases]
-            raise ContractBroken(f"incomplete after {within_s:.0f} s: {', '.join(left)}") from None
+            left = ", ".join(_progress(client, case) for case in cases)
+            raise ContractBroken(f"incomplete after {within_s:.0f} s: {left}") from None
 
 
 def publish(client: Client, case: Case) -> None:
@@ -202,7 +209,7 @@ def publish(client: Client, case: Case) -> None:
         raise_if_error(reply)
     if "announced" in case.options:
         announce(client, case.options["announced"], case.stream)
-    for schedule in app_of([case]).schedules.values():
+    for schedule in _schedules(case):
         firings = Firings(client, schedule)
         record = firings.read()
         last_ms, *_ = schedule.times.last_between(0, record.now_ms, case.firings + 1)
@@ -264,6 +271,21 @@ def _outputs(client: Client, case: Case) -> int:
 
 def _committed(client: Client, case: Case) -> int:
     return int(client.execute("HGET", case.keys.meta, "committed") or 0)
+
+
+def _is_complete(client: Client, case: Case) -> bool:
+    return _committed(client, case) >= case.messages and not _has_due_firing(client, case)
+
+
+def _progress(client: Client, case: Case) -> str:
+    due = " and a firing is due" if _has_due_firing(client, case) else ""
+    return f"{case.name} {_committed(client, case)}/{case.messages}{due}"
+
+
+def _has_due_firing(client: Client, case: Case) -> bool:
+    """Whether a firing of its schedule is neither published nor left out yet."""
+    records = [(one, Firings(client, one).read()) for one in _schedules(case)]
+    return any(one.times.last_between(record.last_ms, record.now_ms, 1) for one, record in records)
 
 
 # --- Results ---
@@ -342,6 +364,9 @@ def _leftovers(client: Client, case: Case) -> Iterator[str]:
     committed = _committed(client, case)
     if committed != case.messages:
         yield f"{committed} of {case.messages} entries are committed"
+    published = client.execute("XLEN", case.stream)
+    if published != case.messages:
+        yield f"its stream has {published} entries, not {case.messages}"
     waiting = DelayedMessages(client).count(case.stream)
     if waiting:
         yield f"{waiting} timers are left"

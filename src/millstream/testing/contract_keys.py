@@ -70,16 +70,21 @@ async def key_lists_async(messages: list[Message], state: State) -> list[Output 
     return key_lists(messages, state)
 
 
-_LONGEST = 4
+_LONGEST, _BURST = 4, 12  # lists that a death ends early leave enough for a full one
 
 
 def list_lengths(messages: list[Message], state: State) -> list[Output]:
-    """Output of each message whether its list is short enough, and where it comes in its key."""
+    """Output of each message whether its list is short enough, and where it comes in its key.
+
+    The last one outputs how long the longest list of the key was.
+    """
     outputs: list[Output] = []
+    state["longest"] = max(state.get("longest", 0), len(messages))
     for message in messages:
         state["count"] = state.get("count", 0) + 1
         is_fit = len(messages) <= _LONGEST and message.key == messages[0].key
-        outputs.append({"key": message.text("key"), "n": message.text("n"), "count": state["count"], "is_fit": is_fit})
+        output = {"key": message.text("key"), "n": message.text("n"), "count": state["count"], "is_fit": is_fit}
+        outputs.append(output | ({"longest": state["longest"]} if state["count"] == _BURST else {}))
     return outputs
 
 
@@ -91,8 +96,12 @@ async def list_lengths_async(messages: list[Message], state: State) -> list[Outp
 
 _LENGTHS: dict[str, Any] = {
     "options": {"key": "key", "batch_size": _LONGEST},
-    "entries": [entry(key=key, n=n) for n in range(10) for key in "abc"],
-    "outputs": [{"key": key, "n": n, "count": n + 1, "is_fit": "true"} for key in "abc" for n in range(10)],
+    "entries": [entry(key=key, n=n) for n in range(_BURST) for key in "abc"],
+    "outputs": [
+        {"key": key, "n": n, "count": n + 1, "is_fit": "true"} | ({"longest": _LONGEST} if n == _BURST - 1 else {})
+        for key in "abc"
+        for n in range(_BURST)
+    ],
     "order_by": "key",
 }
 
@@ -391,8 +400,8 @@ KEYED_CASES: tuple[Case, ...] = (
     ),
     Case(
         name="list_lengths",
-        promise="a list has messages of one key and no more than batch_size; the lists of a key follow one another in its "
-        "order, with no message in two",
+        promise="messages of a key that wait run together, as many as batch_size, never more, and never those of two keys; "
+        "the lists of a key follow one another in its order, with no message in two",
         function=list_lengths,
         **_LENGTHS,
     ),

@@ -44,6 +44,11 @@ async def timers_async(message: Message, state: State) -> list[object]:
     return timers(message, state)
 
 
+def timers_of_lists(messages: list[Message], state: State) -> list[object]:
+    """As `timers`, on a list of messages of one key."""
+    return [one for message in messages for one in timers(message, state)]
+
+
 _DELAYS_MS = (0, 1_500, 100)  # one is longer than the pauses between looks for timers that are due: too early is seen
 
 
@@ -72,6 +77,8 @@ def fire(time: datetime) -> Output:
     """Return the message of a firing: how many periods of the schedule have passed since."""
     return {"key": "a", "ago": (datetime.now(UTC) - time) // timedelta(days=366)}
 
+
+_NO_FIRING = {"key": "a", "ago": "none", "is_firing": "false"}
 
 _TIMED = ("set", "", "set", "cancel")
 _TIMERS: dict[str, Any] = {
@@ -214,6 +221,13 @@ WAITING_CASES: tuple[Case, ...] = (
         **_TIMERS,
     ),
     Case(
+        name="timers_of_lists",
+        promise="so do those of lists of messages of one key, also if messages of one list set, replace and cancel them",
+        function=timers_of_lists,
+        options={"key": "key"},
+        **_TIMERS,
+    ),
+    Case(
         name="timers_of_streams",
         promise="a handler of whole streams has timers of its stream",
         function=timers,
@@ -236,11 +250,31 @@ WAITING_CASES: tuple[Case, ...] = (
         entries=[entry(key="a", ago="none")],
         schedule=fire,
         firings=3,
-        outputs=[
-            {"key": "a", "ago": "none", "is_firing": "false"},
-            *({"key": "a", "ago": ago, "is_firing": "true"} for ago in (2, 1, 0)),
-        ],
+        outputs=[_NO_FIRING, *({"key": "a", "ago": ago, "is_firing": "true"} for ago in (2, 1, 0))],
         order_by="key",
+    ),
+    Case(
+        name="firings_once",
+        promise='with missed="once", of the firings that a schedule has missed the last one is published, once',
+        function=fired,
+        options={"key": "key"},
+        entries=[entry(key="a", ago="none")],
+        schedule=fire,
+        firings=3,
+        missed="once",
+        outputs=[_NO_FIRING, {"key": "a", "ago": 0, "is_firing": "true"}],
+        order_by="key",
+    ),
+    Case(
+        name="firings_skip",
+        promise='with missed="skip", no firing that a schedule has missed for long is published',
+        function=fired,
+        options={"key": "key"},
+        entries=[entry(key="a", ago="none")],
+        schedule=fire,
+        firings=3,
+        missed="skip",
+        outputs=[_NO_FIRING],
     ),
     Case(
         name="limited",
