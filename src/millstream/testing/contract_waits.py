@@ -154,6 +154,21 @@ async def limited_tenants_async(message: Message, state: State) -> Output:
         return _counted(message, state)
 
 
+_STEP_MS = 200  # what one message takes of the rate of its tenant
+_EXCESS_MS = 100  # of the rate may begin too soon
+
+
+def limited_rate(message: Message, state: State) -> Output:
+    """Output whether a message begins before the rate of its tenant lets it.
+
+    The first message of a key takes nothing of the rate. It ends before the second one asks, so each later one has to
+    begin a step of its own after it.
+    """
+    n, now_ms = int(message.fields["n"]), time.time_ns() // 1_000_000
+    due_ms = state.setdefault("began_ms", now_ms) + (n - 1) * _STEP_MS - _EXCESS_MS
+    return {"key": message.text("key"), "n": n, "is_early": now_ms < due_ms}
+
+
 _RUN = uuid.uuid4().hex
 _LIMITED: dict[str, Any] = {
     "entries": [
@@ -290,6 +305,15 @@ WAITING_CASES: tuple[Case, ...] = (
         function=limited_async,
         options={**_LIMITED_OPTIONS, "limit": Limit(per="tenant", at_once=1, rate="60000/m", cost="cost")},
         **_LIMITED,
+    ),
+    Case(
+        name="limited_rate",
+        promise="no more of a tenant begins in a period than its rate and the costs of its messages allow",
+        function=limited_rate,
+        options={"key": "key", "retry": Retry(attempts=1), "limit": Limit(per="tenant", rate="1000/s", cost="cost")},
+        entries=[entry(key=key, n=n, tenant=key, cost=min(n, 1) * _STEP_MS) for n in range(5) for key in "ab"],
+        outputs=[{"key": key, "n": n, "is_early": "false"} for key in "ab" for n in range(5)],
+        order_by="key",
     ),
     Case(
         name="timers_need_a_key",
