@@ -9,7 +9,7 @@ import pytest
 
 from millstream.admin import handler_details
 from millstream.admin.attention import read_overview
-from millstream.admin.figure_history import FigureHistory, HandlerSample, Sample
+from millstream.admin.figure_history import STEP_MS, FigureHistory, HandlerSample, Sample
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import live_workers_key
 from millstream.redis_client.pipelining import server_time_ms
@@ -137,6 +137,28 @@ def test_a_handler_on_no_stream_of_the_sample_whose_workers_are_alive_does_not_k
     )
     assert told in browser.get("/").text
     assert row_of(browser, "shop.rare")[:3] == ["partly paused", "workers", "1"]
+
+
+def add_rising(client: Client, handler: str, **changes: int) -> None:
+    """Five samples in which the lag of a handler rises, whose worker is alive."""
+    client.execute("ZADD", live_workers_key("shop", handler), server_time_ms(client) + 3_600_000, "w-1")
+    now_ms = server_time_ms(client)
+    for step in range(5):
+        figures = msgspec.structs.replace(FIGURES, lag=100 * step, **changes)
+        at_ms = now_ms - (4 - step) * STEP_MS
+        assert FigureHistory(client).add(Sample(at_ms=at_ms, handlers={f"shop.{handler}": figures}))
+
+
+def test_a_lag_that_rises_on_no_stream_of_the_sample_is_in_the_attention_list(client: Client, browser: Browser) -> None:
+    add_rising(client, "rare", oldest_ms=0)
+    assert browser.get("/").text.count("shop.rare: its lag has risen from 0 to 400 entries in 4 min") == 1
+
+
+def test_a_lag_that_rises_and_whose_entries_are_old_by_the_totals_is_one_item(client: Client, browser: Browser) -> None:
+    add_rising(client, "pay")
+    page = browser.get("/")
+    assert "shop.pay: 400 entries wait on 7 streams, the oldest for 2 h: its workers do not" in page.text
+    assert "its lag has risen" not in page.text
 
 
 def test_old_entries_that_another_item_explains_are_no_second_item(client: Client, browser: Browser) -> None:

@@ -1,6 +1,6 @@
 """Overview of a deployment for operators: the findings that need attention, as sentences, and all readers."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -77,11 +77,10 @@ def read_overview(client: Client, *, max_streams: int = 1_000, old_ms: int = 600
     readers = () if diagnosis.inspection is None else summarize_readers(diagnosis.inspection)
     totals = newest_totals(client) if diagnosis.is_sample else None
     urgent = [one for one in diagnosis.findings if one.severity != "ok" and one.check in LISTED and not _is_old(one)]
-    urgent += run_check(_RISING, partial(_rising_lags, client, diagnosis))
     if totals is not None:
         readers = with_totals(client, readers, totals)
-        explained = {one.handler for one in urgent if one.handler is not None and one.check in _EXPLAINING_LAG}
-        urgent += old_backlogs(readers, totals, explained, old_ms)
+        urgent += old_backlogs(readers, totals, _explained(urgent), old_ms)
+    urgent += run_check(_RISING, partial(_rising_lags, client, readers, _explained(urgent)))
     return Overview(
         attention=tuple(sorted(urgent, key=_urgency)),
         readers=readers,
@@ -103,11 +102,14 @@ def _is_old(found: Finding) -> bool:
     return found.check == "dead-letters" and found.severity == "warning" and found.is_checked
 
 
-def _rising_lags(client: Client, diagnosis: Diagnosis) -> Iterator[Finding]:
-    """Handlers that work and whose lag has risen, unless another finding says that their entries have waited for long."""
-    found = diagnosis.inspection.handlers if diagnosis.inspection else ()
-    known = {one.handler for one in diagnosis.findings if one.check in _EXPLAINING_LAG}
-    running = {one.label for one in found if one.consumers} - known
+def _explained(found: Sequence[Finding]) -> set[str]:
+    """The handlers of which a finding says why their entries wait."""
+    return {one.handler for one in found if one.handler is not None and one.check in _EXPLAINING_LAG}
+
+
+def _rising_lags(client: Client, readers: Sequence[ReaderReport], explained: Collection[str]) -> Iterator[Finding]:
+    """Handlers that work and whose lag has risen, but for those that are `explained`."""
+    running = {one.name for one in readers if one.kind == "handler" and one.alive}.difference(explained)
     if running:
         since_ms = server_time_ms(client) - TREND_MS
         yield from rising_lags(FigureHistory(client).read(since_ms), running)
