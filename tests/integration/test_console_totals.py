@@ -10,8 +10,10 @@ import pytest
 from millstream.admin import handler_details
 from millstream.admin.attention import read_overview
 from millstream.admin.figure_history import STEP_MS, FigureHistory, HandlerSample, Sample
+from millstream.delivery.commit_store import CommitStore
+from millstream.delivery.pause import Pause
 from millstream.redis_client.client import Client
-from millstream.redis_client.key_names import live_workers_key
+from millstream.redis_client.key_names import HandlerKeys, live_workers_key
 from millstream.redis_client.pipelining import server_time_ms
 from millstream.services.console import Level
 from millstream.services.console.history_writer import HistoryWriter
@@ -161,12 +163,83 @@ def test_a_lag_that_rises_and_whose_entries_are_old_by_the_totals_is_one_item(cl
     assert "its lag has risen" not in page.text
 
 
+def test_a_lag_that_rises_during_a_pause_on_all_streams_is_one_item(client: Client, browser: Browser) -> None:
+    add_rising(client, "rare", paused=7)
+    page = browser.get("/")
+    assert "shop.rare: paused on 7 of its 7 streams." in page.text
+    assert "its lag has risen" not in page.text
+
+
 def test_old_entries_that_another_item_explains_are_no_second_item(client: Client, browser: Browser) -> None:
     assert call("pause", "shop.pay", url=client.url).code == 0
     add_totals(client, pay=msgspec.structs.replace(FIGURES, paused=3))
     page = browser.get("/")
     assert "shop.pay: paused" in page.text
     assert "shop.pay: 50 entries wait" not in page.text
+
+
+def found_by(client: Client, check: str) -> list[tuple[str, int | None]]:
+    """The facts of a check in the attention list, with their starts."""
+    return [(one.what, one.since_ms) for one in read_overview(client, max_streams=3).attention if one.check == check]
+
+
+def test_what_is_stuck_on_no_stream_of_the_sample_is_in_the_attention_list(client: Client, browser: Browser) -> None:
+    now_ms = server_time_ms(client)
+    for minutes, dead in ((3, 1), (2, 1), (1, 2), (0, 3)):
+        figures = msgspec.structs.replace(FIGURES, dead=dead, paused=2)
+        add_totals(client, at_ms=now_ms - minutes * STEP_MS, rare=figures)
+    page = browser.get("/")
+    assert "shop.rare: 1 parked key: its messages wait" in page.text
+    assert "shop.rare: paused on 2 of its 7 streams. " in page.text
+    for command in ("resume shop.rare", "key unpark shop.rare KEY", "dlq redrive shop.rare"):
+        assert f"millstream {command}" in page.text
+    told = "shop.rare: 3 dead letters, 2 of them new within 15 min"
+    assert found_by(client, "dead-letters") == [(told, now_ms - STEP_MS)]
+    assert found_by(client, "parked") == [("shop.rare: 1 parked key", None)]
+
+
+def test_of_what_is_stuck_within_and_outside_of_the_sample_one_item_has_the_number(
+    client: Client, browser: Browser
+) -> None:
+    now_ms = server_time_ms(client)
+    keys = HandlerKeys("shop", "pay", "orders0")
+    client.execute("HSET", keys.parked, "ann", f"{now_ms} failed")
+    client.execute("XADD", keys.dead_letters, f"{now_ms}-0", "n", 1)
+    why = Pause(by="breaker", at_ms=now_ms, cause="failed", count=9, of=9)
+    CommitStore(client, app="shop", handler="pay").set_paused(["orders0"], paused=True, why=why)
+    assert [found_by(client, check) for check in ("parked", "dead-letters", "paused")] == [
+        [("shop.pay: 1 parked key", now_ms)],
+        [("shop.pay: 1 dead letter, 1 of them new within 15 min", now_ms)],
+        [("shop.pay: paused on orders0", now_ms)],
+    ]
+    for minutes, dead in ((1, 5), (0, 9)):
+        figures = msgspec.structs.replace(FIGURES, streams=12, parked=4, paused=6, dead_letters=5, dead=dead)
+        add_totals(client, at_ms=now_ms - minutes * STEP_MS, pay=figures)
+    assert [found_by(client, check) for check in ("parked", "dead-letters", "paused")] == [
+        [("shop.pay: 4 parked keys", None)],
+        [("shop.pay: 5 dead letters, 4 of them new within 15 min", now_ms)],
+        [("shop.pay: paused on 6 of its 12 streams", now_ms)],
+    ]
+    (paused,) = (one for one in read_overview(client, max_streams=3).attention if one.check == "paused")
+    assert "paused by its breaker: 9 of 9 messages" in paused.why
+
+
+def test_what_has_ended_on_all_streams_of_a_handler_is_not_listed_until_the_next_totals(
+    client: Client, browser: Browser
+) -> None:
+    now_ms = server_time_ms(client)
+    for minutes in (1, 0):
+        figures = msgspec.structs.replace(FIGURES, streams=3, paused=1, dead=4 - minutes)
+        add_totals(client, at_ms=now_ms - minutes * STEP_MS, pay=figures)
+    assert not any(found_by(client, check) for check in ("parked", "dead-letters", "paused"))
+
+
+def test_dead_letters_that_do_not_grow_are_in_the_table_alone(client: Client, browser: Browser) -> None:
+    now_ms = server_time_ms(client)
+    for minutes in (1, 0):
+        add_totals(client, at_ms=now_ms - minutes * STEP_MS, rare=msgspec.structs.replace(FIGURES, dead=3))
+    assert found_by(client, "dead-letters") == []
+    assert row_of(browser, "shop.rare")[-1] == "3"
 
 
 @pytest.mark.parametrize(

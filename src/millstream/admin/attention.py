@@ -1,6 +1,6 @@
 """Overview of a deployment for operators: the findings that need attention, as sentences, and all readers."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,7 +10,8 @@ from millstream.admin.doctor import Diagnosis, diagnose
 from millstream.admin.figure_history import FigureHistory, Sample
 from millstream.admin.findings import Finding, run_check
 from millstream.admin.lag_trend import TREND_MS, rising_lags
-from millstream.admin.total_readers import newest_totals, old_backlogs, with_totals
+from millstream.admin.total_checks import letters_elsewhere, merge_totals, old_backlogs, stuck_elsewhere
+from millstream.admin.total_readers import newest_totals, with_totals
 from millstream.redis_client.client import Client
 from millstream.redis_client.formats import format_age
 from millstream.redis_client.pipelining import server_time_ms
@@ -77,10 +78,13 @@ def read_overview(client: Client, *, max_streams: int = 1_000, old_ms: int = 600
     readers = () if diagnosis.inspection is None else summarize_readers(diagnosis.inspection)
     totals = newest_totals(client) if diagnosis.is_sample else None
     urgent = [one for one in diagnosis.findings if one.severity != "ok" and one.check in LISTED and not _is_old(one)]
+    sampled = {one.name: one for one in readers if one.kind == "handler"}
     if totals is not None:
         readers = with_totals(client, readers, totals)
         urgent += old_backlogs(readers, totals, _explained(urgent), old_ms)
-    urgent += run_check(_RISING, partial(_rising_lags, client, readers, _explained(urgent)))
+        urgent = merge_totals(urgent, [*stuck_elsewhere(urgent, sampled, totals)])
+    trends = run_check(_RISING, partial(_trends, client, readers, _explained(urgent), sampled, totals))
+    urgent = merge_totals(urgent, [*trends])
     return Overview(
         attention=tuple(sorted(urgent, key=_urgency)),
         readers=readers,
@@ -107,12 +111,20 @@ def _explained(found: Sequence[Finding]) -> set[str]:
     return {one.handler for one in found if one.handler is not None and one.check in _EXPLAINING_LAG}
 
 
-def _rising_lags(client: Client, readers: Sequence[ReaderReport], explained: Collection[str]) -> Iterator[Finding]:
-    """Handlers that work and whose lag has risen, but for those that are `explained`."""
+def _trends(
+    client: Client,
+    readers: Sequence[ReaderReport],
+    explained: Collection[str],
+    sampled: Mapping[str, ReaderReport],
+    totals: Sample | None,
+) -> Iterator[Finding]:
+    """What the history shows: lags of handlers that work and are not `explained`, and dead letters outside of the sample."""
     running = {one.name for one in readers if one.kind == "handler" and one.alive}.difference(explained)
-    if running:
-        since_ms = server_time_ms(client) - TREND_MS
-        yield from rising_lags(FigureHistory(client).read(since_ms), running)
+    if running or totals is not None:
+        samples = FigureHistory(client).read(server_time_ms(client) - TREND_MS)
+        yield from rising_lags(samples, running)
+        if totals is not None:
+            yield from letters_elsewhere(samples, sampled, totals)
 
 
 def _urgency(found: Finding) -> tuple[bool, bool, float]:

@@ -53,16 +53,20 @@ def check_dead_letters(data: Data) -> Iterator[Finding]:
     """Dead letters that wait for an operator: a problem while more of them come."""
     for label, some in data.by_handler.items():
         if count := sum(one.dead_letters for one in some):
-            new = data.new_letters.get(label)
-            yield Finding(
-                check="dead-letters",
-                handler=label,
-                severity="problem" if new else "warning",
-                since_ms=new.since_ms if new else data.letters_since_ms.get(label),
-                what=f"{label}: {pluralize(count, 'dead letter')}{_growth_of(new) if new else ''}",
-                why="these messages were not processed, and stay in Redis until they are redriven or purged",
-                mend=(f"millstream dlq list {label}", f"millstream dlq redrive {label}"),
-            )
+            yield letters_finding(label, count, data.new_letters.get(label), data.letters_since_ms.get(label))
+
+
+def letters_finding(label: str, count: int, new: NewLetters | None, since_ms: int | None = None) -> Finding:
+    """The finding about `count` dead letters of a handler, some of them `new`; `since_ms`: its start if none is."""
+    return Finding(
+        check="dead-letters",
+        handler=label,
+        severity="problem" if new else "warning",
+        since_ms=new.since_ms if new else since_ms,
+        what=f"{label}: {pluralize(count, 'dead letter')}{_growth_of(new) if new else ''}",
+        why="these messages were not processed, and stay in Redis until they are redriven or purged",
+        mend=(f"millstream dlq list {label}", f"millstream dlq redrive {label}"),
+    )
 
 
 def _growth_of(new: NewLetters) -> str:
@@ -73,15 +77,20 @@ def check_parked(data: Data) -> Iterator[Finding]:
     """Keys that are parked."""
     for label, some in data.by_handler.items():
         if count := sum(one.parked for one in some):
-            yield Finding(
-                check="parked",
-                handler=label,
-                severity="warning",
-                what=f"{label}: {pluralize(count, 'parked key')}",
-                since_ms=data.parked_since_ms.get(label),
-                why=f"{'its' if count == 1 else 'their'} messages wait until an operator unparks the key",
-                mend=(f"millstream key list {label}", f"millstream key unpark {label} KEY"),
-            )
+            yield parked_finding(label, count, data.parked_since_ms.get(label))
+
+
+def parked_finding(label: str, count: int, since_ms: int | None = None) -> Finding:
+    """The finding about `count` parked keys of a handler."""
+    return Finding(
+        check="parked",
+        handler=label,
+        severity="warning",
+        since_ms=since_ms,
+        what=f"{label}: {pluralize(count, 'parked key')}",
+        why=f"{'its' if count == 1 else 'their'} messages wait until an operator unparks the key",
+        mend=(f"millstream key list {label}", f"millstream key unpark {label} KEY"),
+    )
 
 
 def check_blocked(data: Data) -> Iterator[Finding]:

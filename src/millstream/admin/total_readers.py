@@ -1,15 +1,13 @@
 """Totals: where there are so many streams that the overview checks a sample, the figures of handlers on all of them."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from millstream.admin.consumption_summary import ReaderReport, status_of
 from millstream.admin.figure_history import FigureHistory, HandlerSample, Sample
-from millstream.admin.findings import Finding, start_command
 from millstream.admin.liveness import announced_workers, find_runs
 from millstream.errors import AccessDenied, WrongType
 from millstream.redis_client.client import Client
-from millstream.redis_client.formats import format_age, pluralize
 from millstream.redis_client.key_names import HandlerKeys
 from millstream.redis_client.pipelining import server_time_ms
 
@@ -44,41 +42,6 @@ def with_totals(client: Client, readers: Sequence[ReaderReport], totals: Sample)
         _with_totals(one, totals.handlers[name]) if name in totals.handlers else one for name, one in known.items()
     ]
     return (*sorted(found, key=lambda one: one.name), *(one for one in readers if one.kind != "handler"))
-
-
-def old_backlogs(
-    readers: Sequence[ReaderReport], totals: Sample, explained: Collection[str], old_ms: int
-) -> Iterator[Finding]:
-    """Handlers whose oldest entry has waited for `old_ms` on any stream, but for those that are `explained`."""
-    by_name: Mapping[str, ReaderReport] = {one.name: one for one in readers if one.kind == "handler"}
-    for label, one in totals.handlers.items():
-        reader, age_ms = by_name[label], one.oldest_ms or 0
-        if label in explained or not one.lag or age_ms < old_ms or one.paused == one.streams:
-            continue
-        on_spark = bool(one.modes) and all(mode.startswith("spark") for mode in one.modes)
-        waits = f"{label}: {pluralize(one.lag, 'entry waits', 'entries wait')} on {pluralize(one.streams, 'stream')}"
-        start = start_command("spark" if on_spark else "workers", label.partition(".")[0])
-        if reader.alive:
-            yield Finding(
-                check="late",
-                handler=label,
-                severity="warning",
-                since_ms=totals.at_ms - age_ms,
-                what=f"{waits}, the oldest for {format_age(age_ms)}",
-                why=f"{'it is paused on some of them, ' if one.paused else ''}its workers do not keep up, or its first messages "
-                "are stuck",
-                mend=(f"millstream key list {label}", start),
-            )
-        else:
-            yield Finding(
-                check="waiting",
-                handler=label,
-                severity="warning" if on_spark else "problem",
-                since_ms=totals.at_ms - age_ms,
-                what=f"{waits}, the oldest for {format_age(age_ms)}, and no worker or run is alive",
-                why="nothing processes them",
-                mend=(start,),
-            )
 
 
 def _unseen(name: str, alive: int) -> ReaderReport:
