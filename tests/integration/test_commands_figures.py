@@ -86,7 +86,8 @@ def test_the_history_is_shown_oldest_first_of_all_handlers_or_of_some(client: Cl
 def test_the_history_says_that_it_is_partial_and_fails_where_another_program_has_its_key(client: Client) -> None:
     FigureHistory(client).add(Sample(at_ms=server_time_ms(client), is_partial=True))
     assert [one["partial"] for one in call("history", "--json", url=client.url).json_lines()] == [True]
-    assert "the history has the first 100 handlers" in call("history", url=client.url).err
+    told = "the history has the first 100 handlers by name, and up to 100 others where entries wait, that are paused,"
+    assert told in call("history", url=client.url).err
     client.execute("DEL", history_key())
     client.execute("SET", history_key(), "text")
     assert call("history", url=client.url).code == 1

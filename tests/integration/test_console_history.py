@@ -6,10 +6,11 @@ from collections.abc import Iterable, Iterator
 import msgspec
 import pytest
 
+from millstream.admin import figure_history
 from millstream.admin.figure_history import STEP_MS, FigureHistory, HandlerSample, Sample
 from millstream.admin.handler_sweep import SweepPolicy
 from millstream.redis_client.client import Client
-from millstream.redis_client.key_names import history_key, history_writer_key
+from millstream.redis_client.key_names import HandlerKeys, history_key, history_writer_key
 from millstream.redis_client.pipelining import server_time_ms
 from millstream.redis_client.replies import mapping_of
 from millstream.services.console import Level, history_writer
@@ -60,6 +61,46 @@ def test_a_sample_has_the_figures_of_each_handler(client: Client) -> None:
     assert [*found.handlers] == ["shop.pay"]
     assert (figures.streams, figures.added, figures.lag, figures.dead_letters, figures.stuck) == (1, 4, 4, 1, 2)
     assert figures.oldest_ms is not None
+
+
+def test_a_sample_has_the_first_handlers_by_name_and_of_the_others_those_that_need_attention_most(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(figure_history, "MOST_HANDLERS", 2)
+    now_ms = server_time_ms(client)
+    waiting_ms = {"a": 9_000_000, "c": 60_000, "d": 7_200_000, "e": 3_600_000}
+    for name in "abcd":
+        joined_by_field(client, f"s:{name}", app="shop", handler=name)
+    for name, age_ms in [*waiting_ms.items()][:3]:
+        client.execute("XADD", f"s:{name}", f"{now_ms - age_ms}-0", "key", "x")
+    found = swept(client, now_ms)
+    assert ([*found.handlers], found.is_partial) == (["shop.a", "shop.b", "shop.d", "shop.c"], False)
+    for name in "efg":
+        joined_by_field(client, f"s:{name}", app="shop", handler=name)
+    client.execute("XADD", "s:e", f"{now_ms - waiting_ms['e']}-0", "key", "x")
+    found = swept(client, now_ms)
+    assert ([*found.handlers], found.is_partial) == (["shop.a", "shop.b", "shop.d", "shop.e"], True)
+    client.execute("HSET", HandlerKeys("shop", "g", "s:g").parked, "ann", f"{now_ms} failed")
+    found = swept(client, now_ms)
+    assert ([*found.handlers], found.is_partial) == (["shop.a", "shop.b", "shop.g", "shop.d"], True)
+
+
+@pytest.mark.parametrize("change", [{"lag": 1}, {"paused": 1}, {"stuck": 1}, {"dead_letters": 1}])
+def test_a_handler_behind_the_first_ones_has_a_place_for_each_reason(change: dict[str, int]) -> None:
+    assert not figure_history.needs_place(FIGURES)
+    assert figure_history.needs_place(msgspec.structs.replace(FIGURES, **change))
+
+
+def test_a_scan_of_one_handler_reads_a_page_at_a_time_and_leaves_the_others_out(client: Client) -> None:
+    for minute in range(1, 301):
+        handlers = {"shop.pay": FIGURES, "shop.bill": FIGURES} if minute > 1 else {"shop.bill": FIGURES}
+        assert FigureHistory(client).add(Sample(at_ms=minute * STEP_MS, handlers=handlers))
+    before = commands_run(client.execute)
+    found = FigureHistory(client).scan(0, "shop.pay")
+    assert next(found) == Sample(at_ms=2 * STEP_MS, handlers={"shop.pay": FIGURES}), "the first that has it"
+    assert (commands_run(client.execute) - before)["xrange"] == 1
+    assert [one.at_ms for one in found] == [minute * STEP_MS for minute in range(3, 301)]
+    assert (commands_run(client.execute) - before)["xrange"] == 2
 
 
 def test_of_several_consoles_one_writes_and_another_goes_on_after_it(client: Client) -> None:
@@ -231,6 +272,24 @@ def test_a_range_is_a_link_that_keeps_the_page(client: Client, browser: Browser)
     assert longer == [f"/handler?name=shop.pay&hours={one}" for one in (1, 6, 24)]
     assert "svg" in browser.get(longer[1]).tags
     assert "svg" in browser.get("/?hours=24").tags
+
+
+def test_each_page_has_the_history_of_its_handler_and_a_longer_range_has_fewer_points(
+    client: Client, browser: Browser
+) -> None:
+    fill_with(client, "x")
+    now_ms = server_time_ms(client)
+    figures = {f"shop.{name}": msgspec.structs.replace(FIGURES, lag=lag) for name, lag in (("pay", 3), ("bill", 4))}
+    for minutes in range(24, 0, -1):
+        sample = Sample(at_ms=now_ms - minutes * STEP_MS, is_partial=True, handlers=figures)
+        assert FigureHistory(client).add(sample)
+    pages = {hours: browser.get(f"/?hours={hours}") for hours in (1, 6, 24)}
+    own = browser.get("/handler?name=shop.pay&hours=24")
+    assert ["Lag last 7, largest 7" in one.text for one in (*pages.values(), own)] == [True, True, True, False]
+    assert "Lag last 3, largest 3" in own.text
+    assert "The history has the first 100 handlers by name, and up to 100 others where entries wait" in own.text
+    points = [one.html.count('<th scope="row"><time>') for one in pages.values()]
+    assert points[0] > points[1] > points[2]
 
 
 def test_a_damaged_history_leaves_the_page_readable(client: Client, browser: Browser) -> None:

@@ -104,11 +104,11 @@ def test_the_overview_says_how_old_the_oldest_part_of_the_totals_is(client: Clie
     assert ", some up to 5 min older. All else is of a sample of 3 streams" in browser.get("/").text
 
 
-def test_the_overview_says_that_handlers_behind_the_first_hundred_have_no_totals(
+def test_the_overview_says_that_handlers_that_the_history_leaves_out_have_no_totals(
     client: Client, browser: Browser
 ) -> None:
     add_totals(client, is_partial=True, pay=FIGURES)
-    told = "All else is of a sample of 3 streams, and so are the handlers behind the first 1 by name."
+    told = "All else is of a sample of 3 streams, and so are handlers that the history leaves out."
     assert told in browser.get("/").text
 
 

@@ -1,8 +1,11 @@
 """FigureHistory: the figures of all handlers over the last 24 hours, kept in one capped stream of Redis."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from heapq import nlargest
+from itertools import islice
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -17,8 +20,16 @@ STEP_MS = 60_000
 
 KEPT_MS = 86_400_000
 MOST_HANDLERS = 100
+"""So many handlers the history has by name, and so many others."""
+
+WHICH_HANDLERS = (
+    f"the first {MOST_HANDLERS} handlers by name, and up to {MOST_HANDLERS} others where entries wait, "
+    "that are paused, or that have stuck keys or dead letters"
+)
+"""Which handlers a partial sample has."""
 
 _PAGE = 200
+_T = TypeVar("_T")
 
 
 class HandlerSample(msgspec.Struct, array_like=True, frozen=True):
@@ -53,7 +64,7 @@ class Sample:
     """The figures of all handlers at one time.
 
     * `at_ms`: Unix milliseconds, by the clock of Redis; `step_ms`: after this time the next sample is due
-    * `is_partial`: it has the first 100 handlers only
+    * `is_partial`: it has not all handlers, but `WHICH_HANDLERS`
     * `age_ms`: how old the oldest of its figures may be, in milliseconds
     """
 
@@ -64,27 +75,34 @@ class Sample:
     handlers: Mapping[str, HandlerSample] = field(default_factory=dict)
 
 
-class _Stored(msgspec.Struct, array_like=True, frozen=True):
+class _Stored(msgspec.Struct, Generic[_T], array_like=True, frozen=True):
     at_ms: int
     step_ms: int
     is_partial: bool
-    handlers: dict[str, HandlerSample]
+    handlers: dict[str, _T]
     age_ms: int = 0
 
 
 def sample_of(sweep: HandlerSweep, at_ms: int) -> Sample:
-    """The figures of all handlers that a sweep knows at `at_ms`, which is now."""
+    """The figures of the handlers that a sweep knows at `at_ms`, which is now: of all, or of `WHICH_HANDLERS`."""
     now_ms = sweep.clock.monotonic_ms()
     by_handler: dict[str, list[PlaceFigures]] = {}
     for keys, figures in sweep.figures():
         by_handler.setdefault(keys.label, []).append(figures)
-    labels = sorted(by_handler)
-    return Sample(
-        at_ms=at_ms,
-        age_ms=int(sweep.age_ms),
-        is_partial=len(labels) > MOST_HANDLERS,
-        handlers={label: _sample_of_handler(by_handler[label], now_ms) for label in labels[:MOST_HANDLERS]},
-    )
+    found = [(label, _sample_of_handler(by_handler[label], now_ms)) for label in sorted(by_handler)]
+    others = ((label, one) for label, one in islice(found, MOST_HANDLERS, None) if needs_place(one))
+    kept = dict([*found[:MOST_HANDLERS], *nlargest(MOST_HANDLERS, others, key=lambda one: _urgency(one[1]))])
+    return Sample(at_ms=at_ms, age_ms=int(sweep.age_ms), is_partial=len(kept) < len(found), handlers=kept)
+
+
+def needs_place(one: HandlerSample) -> bool:
+    """Whether a handler that is not among the first ones by name is one of the others that a sample has."""
+    return bool(one.lag or one.paused or one.stuck or one.dead_letters)
+
+
+def _urgency(one: HandlerSample) -> tuple[bool, int]:
+    """Stuck keys and pauses come first, and then the entries that have waited the longest."""
+    return bool(one.stuck or one.paused), one.oldest_ms or 0
 
 
 def _sample_of_handler(places: Sequence[PlaceFigures], now_ms: float) -> HandlerSample:
@@ -117,7 +135,8 @@ class FigureHistory:
 
     def newest(self) -> Sample | None:
         """The newest sample; one without handlers if it is unreadable. Raises RedisError."""
-        return next(map(_parse, self._client.execute("XREVRANGE", history_key(), "+", "-", "COUNT", 1)), None)
+        found = self._client.execute("XREVRANGE", history_key(), "+", "-", "COUNT", 1)
+        return _parse(found[0], None) if found else None
 
     def is_due(self, now_ms: int) -> bool:
         """Whether the step of the newest sample is over. `now_ms`: by the clock of Redis. Raises RedisError."""
@@ -144,26 +163,39 @@ class FigureHistory:
 
     def read(self, since_ms: int) -> list[Sample]:
         """The samples since this time, the oldest first. Omits those that are unreadable. Raises RedisError."""
-        found: list[Sample] = []
+        return [*self.scan(since_ms)]
+
+    def scan(self, since_ms: int, handler: str | None = None) -> Iterator[Sample]:
+        """Likewise, one after another: a day of them takes much memory. `handler`: have the figures of this one only.
+
+        Omits samples that have no figures of that handler, but for partial ones. Raises RedisError.
+        """
         start = f"{max(0, since_ms)}-0"
         while True:
             page = self._client.execute("XRANGE", history_key(), start, "+", "COUNT", _PAGE)
-            found += [one for one in map(_parse, page) if one.handlers or one.is_partial]
+            for entry in page:
+                found = _parse(entry, handler)
+                if found.handlers or found.is_partial:
+                    yield found
             if len(page) < _PAGE:
-                return found
+                return
             start = f"({page[-1][0].decode()}"
 
 
-def _parse(entry: tuple[bytes, list[bytes]]) -> Sample:
-    """The sample of an entry; one without handlers if it is unreadable."""
+def _parse(entry: tuple[bytes, list[bytes]], handler: str | None) -> Sample:
+    """The sample of an entry, with all handlers or that one; one without handlers if it is unreadable."""
     at_ms = int(entry[0].partition(b"-")[0])
     with suppress(msgspec.MsgspecError, UnicodeDecodeError):
-        stored = msgspec.msgpack.decode(mapping_of(entry[1]).get(b"sample", b""), type=_Stored)
+        stored = msgspec.msgpack.decode(mapping_of(entry[1]).get(b"sample", b""), type=_Stored[msgspec.Raw])
         return Sample(
             at_ms=stored.at_ms,
             step_ms=max(STEP_MS, stored.step_ms),
             is_partial=stored.is_partial,
             age_ms=stored.age_ms,
-            handlers=stored.handlers,
+            handlers={
+                name: msgspec.msgpack.decode(one, type=HandlerSample)
+                for name, one in stored.handlers.items()
+                if handler in (None, name)
+            },
         )
     return Sample(at_ms=at_ms)

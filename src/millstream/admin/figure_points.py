@@ -1,6 +1,6 @@
 """FigurePoints: the curves of a history: rates of totals, and figures as they were, with the gaps between them. No I/O."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -35,7 +35,8 @@ class FigurePoints:
 
     * `runs`: points without a gap between them, the oldest first; `newest`: the figures of the newest sample
     * `gaps`: from when until when nothing was recorded
-    * `is_partial`: there are handlers that the history does not have
+    * `is_partial`: there are handlers that the history does not have; `age_ms`: how much older than their time the oldest
+      figures may be, in milliseconds
     """
 
     start_ms: int
@@ -44,18 +45,24 @@ class FigurePoints:
     newest: Point | None
     gaps: Sequence[tuple[int, int]]
     is_partial: bool
+    age_ms: int
 
 
 def points_of(
-    samples: Sequence[Sample], handler: str | None, *, start_ms: int, end_ms: int, bucket_ms: int
+    samples: Iterable[Sample], handler: str | None, *, start_ms: int, end_ms: int, bucket_ms: int
 ) -> FigurePoints:
     """The figures of `handler`, or the sums over all handlers, in points at least `bucket_ms` milliseconds apart."""
     runs: list[list[Point]] = []
     gaps: list[tuple[int, int]] = []
     before: Sample | None = None
-    expected_ms = start_ms + samples[0].step_ms if samples else start_ms
+    expected_ms: int | None = None
     last_ms = start_ms
+    is_partial, age_ms = False, 0
     for sample in samples:
+        is_partial |= sample.is_partial
+        age_ms = max(age_ms, sample.age_ms)
+        if expected_ms is None:
+            expected_ms = start_ms + sample.step_ms
         chosen = _chosen(sample, handler)
         if not chosen:
             before = None
@@ -68,7 +75,7 @@ def points_of(
         runs[-1].append(_point(None if before is None else (before.at_ms, _chosen(before, handler)), sample, chosen))
         before, last_ms = sample, sample.at_ms
         expected_ms = sample.at_ms + int(_LATE * sample.step_ms)
-    if end_ms > expected_ms or not samples:
+    if expected_ms is None or end_ms > expected_ms:
         gaps.append((last_ms, end_ms))
     return FigurePoints(
         start_ms=start_ms,
@@ -76,7 +83,8 @@ def points_of(
         runs=[[*_merged(run, bucket_ms)] for run in runs],
         newest=runs[-1][-1] if runs else None,
         gaps=gaps,
-        is_partial=any(one.is_partial for one in samples),
+        is_partial=is_partial,
+        age_ms=age_ms,
     )
 
 

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 from msgspec.structs import asdict
 
-from millstream.admin.figure_history import MOST_HANDLERS, FigureHistory, HandlerSample
+from millstream.admin.figure_history import WHICH_HANDLERS, FigureHistory, HandlerSample
 from millstream.admin.time_inputs import parse_time_ms
 from millstream.cli.handler_names import HandlerNames
 from millstream.cli.options import JsonLines, Url
@@ -38,7 +38,7 @@ def history(
     else:
         print_message("there are no such samples since then: `millstream console` records them while it runs")
     if any(one.is_partial for one in samples):
-        print_message(f"the history has the first {MOST_HANDLERS} handlers")
+        print_message(f"the history has {WHICH_HANDLERS}")
 
 
 def _is_of(name: str, handlers: str | None) -> bool:

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from millstream.admin.figure_history import MOST_HANDLERS, STEP_MS, FigureHistory, Sample
+from millstream.admin.figure_history import STEP_MS, WHICH_HANDLERS, FigureHistory
 from millstream.admin.figure_points import FigurePoints, Point, points_of
 from millstream.errors import AccessDenied, WrongType
 from millstream.redis_client.formats import format_age, format_count
@@ -74,18 +75,14 @@ class ShownHistory:
 def history_of(page: PageRequest, handler: str | None = None) -> ShownHistory:
     """The history of a handler, or the sums over all, in the range that the viewer has chosen. Raises RedisError."""
     hours = next((one for one in RANGES_H if str(one) == page.query.get("hours")), RANGES_H[0])
-    samples, end_ms, notes = page.shared.get(
-        f"history {hours}", page.now_ms, lambda: _read(page, hours), keep_ms=_KEEP_MS
+    points, notes = page.shared.get(
+        f"history {hours} {handler or ''}", page.now_ms, lambda: _read(page, hours, handler), keep_ms=_KEEP_MS
     )
-    range_ms = hours * _HOUR_MS
-    bucket_ms = max(STEP_MS, range_ms // _MOST_POINTS)
-    points = points_of(samples, handler, start_ms=end_ms - range_ms, end_ms=end_ms, bucket_ms=bucket_ms)
     rest = {name: one for name, one in page.query.items() if name not in ("hours", "done", "signature")}
-    partial = [f"The history has the first {MOST_HANDLERS} handlers."] if points.is_partial else []
-    age_ms = max((one.age_ms for one in samples), default=0)
-    if age_ms >= STEP_MS:
-        partial.append(
-            f"Some of these figures are up to {format_age(age_ms)} older than their time: more streams change than the"
+    missing = [f"The history has {WHICH_HANDLERS}."] if points.is_partial else []
+    if points.age_ms >= STEP_MS:
+        missing.append(
+            f"Some of these figures are up to {format_age(points.age_ms)} older than their time: more streams change than the"
             " console reads in a minute, or Redis refuses it key tracking."
         )
     return ShownHistory(
@@ -95,23 +92,29 @@ def history_of(page: PageRequest, handler: str | None = None) -> ShownHistory:
         charts=[chart_of(name, title, points, series) for name, title, series in _CHARTS],
         columns=[one.name for _, _, series in _CHARTS for one in series],
         rows=_rows(points),
-        notes=[*notes, *partial],
+        notes=[*notes, *missing],
     )
 
 
-def _read(page: PageRequest, hours: int) -> tuple[Sequence[Sample], int, Sequence[str]]:
-    """The samples of the range, its end by the clock of Redis, and why there are none."""
+def _read(page: PageRequest, hours: int, handler: str | None) -> tuple[FigurePoints, Sequence[str]]:
+    """The points of the range, which ends now by the clock of Redis, and why there are none."""
     end_ms = server_time_ms(page.client)
+    start_ms = end_ms - hours * _HOUR_MS
+    points = partial(
+        points_of,
+        handler=handler,
+        start_ms=start_ms,
+        end_ms=end_ms,
+        bucket_ms=max(STEP_MS, hours * _HOUR_MS // _MOST_POINTS),
+    )
     try:
-        return FigureHistory(page.client).read(end_ms - hours * _HOUR_MS), end_ms, ()
+        return points(FigureHistory(page.client).scan(start_ms, handler)), ()
     except AccessDenied:
-        return (
-            (),
-            end_ms,
-            ("Redis refuses to show the history: renew the rights of its user (millstream acl console).",),
+        return points(()), (
+            "Redis refuses to show the history: renew the rights of its user (millstream acl console).",
         )
     except WrongType:
-        return (), end_ms, ("Another program has written to the key of the history: delete it.",)
+        return points(()), ("Another program has written to the key of the history: delete it.",)
 
 
 def _rows(points: FigurePoints) -> list[tuple[int, int | None, Sequence[str]]]:
