@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from millstream.admin.figure_history import FigureHistory
-from millstream.cli.main import load_command
+from millstream.cli.command_schemas import CommandSchema
 from millstream.cli.mcp import READING, SHOWING_STATES
 from millstream.delivery.running_code import report_code
 from millstream.partitions.partitions import Partitions
@@ -173,10 +173,7 @@ def test_every_tool_answers_and_changes_nothing_in_redis(user: str, client: Clie
 
 @pytest.mark.parametrize("words", [*READING, *SHOWING_STATES])
 def test_no_tool_is_a_command_that_asks_before_it_changes_something(words: str) -> None:
-    family, *rest = words.split()
-    command = load_command(family)
-    command = command.commands[rest[0]] if rest else command
-    options = {option for one in command.params for option in one.opts}
+    options = {option for one in CommandSchema(words).command.params for option in one.opts}
     assert {"--json", "--url"} <= options
     assert options.isdisjoint({"--yes", "--dry-run"})
 

@@ -12,11 +12,11 @@ import msgspec
 import typer
 
 from millstream import __version__
-from millstream.admin.value_redaction import REDACTED
-from millstream.cli.main import INTERRUPTED, error_boundary, load_command
+from millstream.admin.value_redaction import without_values
+from millstream.cli.command_schemas import CommandSchema
+from millstream.cli.main import INTERRUPTED, error_boundary
 from millstream.cli.options import Url
 from millstream.cli.terminal import print_json, print_message_text
-from millstream.errors import ConfigError
 from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
 
@@ -33,7 +33,6 @@ _NOT_SET = {"info": ("watch", "over"), "doctor": ("app",)}
 _VERSIONS = ("2025-06-18", "2025-11-25", "2024-11-05")
 """Versions of the protocol that have all of this; the first is proposed to a client of another one."""
 _PARSE_ERROR, _INVALID_REQUEST, _NO_METHOD, _INVALID_PARAMS, _INTERNAL = -32700, -32600, -32601, -32602, -32603
-_JSON_TYPES = {"string": str, "integer": int, "boolean": bool, "array": list}
 
 Payloads = Annotated[bool, typer.Option("--payloads", help="Show values of fields, and the states of keys, too.")]
 
@@ -100,17 +99,18 @@ class _Server:
         out, err, failed = io.StringIO(), io.StringIO(), False
         try:
             with redirect_stdout(out), redirect_stderr(err), error_boundary(debug=False):
-                command, given = _command(words), _command_line(_arguments(words), arguments)
-                with command.make_context(words, given, parent=self._parent) as context:
+                schema = _schema(words)
+                given = schema.argv(arguments)
+                with schema.command.make_context(words, given, parent=self._parent) as context:
                     fixed = dict.fromkeys(_NOT_SET.get(words, ()))
                     context.params |= {"url": self._url, "as_json": True, **fixed}
-                    command.invoke(context)
+                    schema.command.invoke(context)
         except typer.Exit as end:
             if end.exit_code == INTERRUPTED:
                 raise KeyboardInterrupt from end
             failed = end.__cause__ is not None  # an error; `doctor` ends with 1 for what it has found
         lines = [json.loads(line) for line in out.getvalue().splitlines()]
-        shown = lines if self._payloads else [_without_payload(one) for one in lines]
+        shown = lines if self._payloads else [without_values(one) for one in lines]
         found = {"lines": shown, "messages": err.getvalue().splitlines()}
         text = {"type": "text", "text": json.dumps(found)}
         return {"content": [text], "structuredContent": found, "isError": failed}
@@ -120,64 +120,12 @@ def _error(code: int, message: str) -> dict[str, Any]:
     return {"error": {"code": code, "message": message}}
 
 
-def _command(words: str) -> Any:
-    family, *rest = words.split()
-    return load_command(family).commands[rest[0]] if rest else load_command(family)
-
-
-def _arguments(words: str) -> dict[str, Any]:
-    """The parameters of a command that a caller may set, by the name in its schema."""
-    hidden = {"url", "as_json", "config", *_NOT_SET.get(words, ())}
-    named = [(one.opts[0].removeprefix("--").replace("-", "_"), one) for one in _command(words).params]
-    return {name: one for name, one in named if one.name not in hidden}
+def _schema(words: str) -> CommandSchema:
+    return CommandSchema(words, hidden={"url", "as_json", "config", *_NOT_SET.get(words, ())})
 
 
 def _describe(name: str, words: str) -> dict[str, Any]:
-    known = _arguments(words)
-    schema = {
-        "type": "object",
-        "properties": {one: _schema(parameter) for one, parameter in known.items()},
-        "required": [one for one, parameter in known.items() if parameter.required],
-        "additionalProperties": False,
-    }
-    about = " ".join(_command(words).help.split())
-    return {"name": name, "description": about, "inputSchema": schema, "annotations": {"readOnlyHint": True}}
-
-
-def _schema(parameter: Any) -> dict[str, Any]:
-    kind = parameter.type
-    word = kind.name.partition(" ")[0]  # versions of Typer write `int` or `integer`, `bool` or `boolean`
-    found: dict[str, Any] = {"type": next((one for one in ("integer", "boolean") if one.startswith(word)), "string")}
-    found |= {"enum": [*kind.choices]} if hasattr(kind, "choices") else {}
-    found |= {"minimum": kind.min} if getattr(kind, "min", None) is not None else {}
-    found = {"type": "array", "items": found} if parameter.nargs == -1 else found
-    return found | {"description": parameter.help or parameter.metavar}
-
-
-def _command_line(known: Mapping[str, Any], arguments: Mapping[str, Any]) -> list[str]:
-    """Arguments as on a command line. A value is never read as an option. Raises ConfigError for wrong ones."""
-    if unknown := [one for one in arguments if one not in known]:
-        raise ConfigError(f"there is no argument {unknown[0]!r}; use {', '.join(known)}")
-    options, positions = list[str](), list[str]()
-    for name, parameter in known.items():
-        if name not in arguments:
-            continue
-        value, wanted = arguments[name], _schema(parameter)["type"]
-        if type(value) is not _JSON_TYPES[wanted]:
-            raise ConfigError(f"{name}: {value!r} is not of the type {wanted}")
-        if parameter.param_type_name == "argument":
-            positions += [str(one) for one in (value if isinstance(value, list) else [value])]
-        elif value is not False:
-            options.append(parameter.opts[0] if value is True else f"{parameter.opts[0]}={value}")
-    return [*options, "--", *positions]
-
-
-def _without_payload(line: Any) -> Any:
-    hidden = dict(line)
-    if "fields" in hidden:
-        hidden["fields"] = dict.fromkeys(hidden["fields"], REDACTED)
-    if "pairs" in hidden:
-        hidden["pairs"] = [[name, REDACTED] for name, _ in hidden["pairs"]]
-    if "before_edit" in hidden:
-        hidden["before_edit"] = _without_payload(hidden["before_edit"])
-    return hidden
+    schema = _schema(words)
+    about = " ".join(schema.command.help.split())
+    read_only = {"readOnlyHint": True}
+    return {"name": name, "description": about, "inputSchema": schema.describe(), "annotations": read_only}
