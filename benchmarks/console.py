@@ -4,6 +4,9 @@ The pages are read over HTTP as a browser without a login reads them. `viewers` 
 as its script does. Commands are those that the server counts, per second. `budgets` has each budget, what was measured, and
 whether it holds; of other numbers of streams than 100,000 that says little.
 
+The overview is read first of consoles that have just started, by HTTP and in a browser (Chromium), then of one that has read
+all streams once. A key is parked on the last stream; the time until the overview names it includes what the console keeps.
+
 The raw loop is that of `worker_noop`, on a stream of its own: the ratio compares the worker while the console runs, with
 its viewers, with the worker while the console is stopped (SIGSTOP), in interleaved rounds, the best of each.
 """
@@ -19,6 +22,8 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
@@ -29,14 +34,19 @@ from benchmarks.workers import commands_a_second, commands_so_far, fill, handler
 from millstream.admin.figure_history import FigureHistory
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
-from millstream.redis_client.pipelining import send_all
+from millstream.redis_client.pipelining import send_all, server_time_ms
+from tests.support.browser import Browser, Chromium
+from tests.support.waiting import eventually
 
 _RENEWAL = {"Millstream-Renewal": "1"}
 _RENEW_S = 5.0
 _VIEW_S = 20.0
 _IDLE_S = 60.0
 """A sample of the history is in it."""
+_STUCK_S = 120.0
+"""After this long, no more is waited for a stuck key to be found."""
 _HANDLER = "shop.pay"
+_FIRST_PAINT = "performance.getEntriesByName('first-contentful-paint')[0]?.startTime"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +59,9 @@ def run(*, streams: int = 100_000, messages: int = 200_000, viewers: int = 50, r
     """Measure with `streams` streams, and the worker over `messages` messages."""
     with server() as client:
         _fill(client, streams)
+        with _console(client) as console:
+            cold_ms = _read_ms(console, "/")
+        paint_ms = _first_paint_ms(client)
         before = commands_so_far(client)
         with _console(client) as console:
             sweep_s = _first_sweep_s(client)
@@ -59,6 +72,7 @@ def run(*, streams: int = 100_000, messages: int = 200_000, viewers: int = 50, r
             lists = [_read_ms(console, f"/streams?prefix=s{number}") for number in range(100)]
             one = _with_viewers(client, console, 1)
             many = _with_viewers(client, console, viewers)
+            stuck_ms = _stuck_found_ms(client, console, streams)
             pages["/streams"] = _median_ms(
                 console, "/streams?order=entries"
             )  # the last: the ranking runs on for seconds
@@ -70,7 +84,10 @@ def run(*, streams: int = 100_000, messages: int = 200_000, viewers: int = 50, r
         "idle_commands_a_second": round(idle, 1),
         "first_sweep_s": round(sweep_s),
         "first_sweep_commands": swept,
+        "cold_overview_ms": round(cold_ms),
+        "first_paint_ms": round(paint_ms),
         "first_overview_ms": round(first_ms),
+        "stuck_found_ms": round(stuck_ms),
         "list_p95_ms": round(statistics.quantiles(lists, n=20)[-1]),
         "one_viewer_commands_a_second": round(one, 1),
         "viewers_commands_a_second": round(many, 1),
@@ -93,7 +110,10 @@ def budgets(found: Mapping[str, float]) -> dict[str, dict[str, Any]]:
     """
     most = {
         "idle_commands_a_second": 10,
+        "cold_overview_ms": 1_000,
+        "first_paint_ms": 1_000,
         "first_overview_ms": 1_000,
+        "stuck_found_ms": 60_000,
         "list_p95_ms": 200,
         "viewers_commands_a_second": round(found["one_viewer_commands_a_second"] * (1 + _RENEW_S / _VIEW_S), 1),
         "memory_mb": 200,
@@ -106,14 +126,18 @@ def budgets(found: Mapping[str, float]) -> dict[str, dict[str, Any]]:
 
 
 def _fill(client: Client, streams: int) -> None:
-    app, handler = _HANDLER.split(".")
     names = [f"s{number}" for number in range(streams)]
     for at in range(0, streams, 1_000):
         some = names[at : at + 1_000]
         send_all(client, [("XADD", name, "*", "a", "b") for name in some])
-        places = [HandlerKeys(app, handler, name) for name in some]
+        places = [_place(name) for name in some]
         send_all(client, [("XGROUP", "CREATE", one.stream, one.group, "0") for one in places])
         send_all(client, [("HSET", one.meta, "committed_id", "1-0", "owner", "workers") for one in places])
+
+
+def _place(stream: str) -> HandlerKeys:
+    app, handler = _HANDLER.split(".")
+    return HandlerKeys(app, handler, stream)
 
 
 @contextmanager
@@ -127,6 +151,32 @@ def _console(client: Client) -> Iterator[_Console]:
                 yield _Console(http=http, process=psutil.Process(process.pid))
         finally:
             process.terminate()
+
+
+def _first_paint_ms(client: Client) -> float:
+    """How long a browser takes until it shows something of the overview of a console that has just started."""
+    with (
+        TemporaryDirectory() as profile,
+        Chromium(Path(profile)) as chromium,
+        Browser("about:blank", chromium) as browser,
+        _console(client) as console,
+    ):
+        browser.command("Page.navigate", url=str(console.http.base_url))
+        return float(eventually(lambda: browser.run(_FIRST_PAINT), "the first paint of the overview"))
+
+
+def _stuck_found_ms(client: Client, console: _Console, streams: int) -> float:
+    """How long until the overview names a key that is parked on the last stream; `_STUCK_S` if it does not."""
+    parked = _place(f"s{streams - 1}").parked
+    client.execute("HSET", parked, "kann", f"{server_time_ms(client)} benchmark")
+    began = time.perf_counter()
+    while f"{_HANDLER}: 1 parked key" not in console.http.get("/").raise_for_status().text:
+        if time.perf_counter() - began >= _STUCK_S:
+            break
+        time.sleep(0.1)
+    took_ms = (time.perf_counter() - began) * 1_000
+    client.execute("DEL", parked)
+    return took_ms
 
 
 def _first_sweep_s(client: Client) -> float:

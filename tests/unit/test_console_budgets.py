@@ -15,7 +15,10 @@ pytestmark = [pytest.mark.cli]
 WITHIN = {
     "ratio": 0.98,
     "idle_commands_a_second": 10.0,
+    "cold_overview_ms": 1_000,
+    "first_paint_ms": 1_000,
     "first_overview_ms": 1_000,
+    "stuck_found_ms": 60_000,
     "list_p95_ms": 200,
     "one_viewer_commands_a_second": 400.0,
     "viewers_commands_a_second": 500.0,
@@ -24,7 +27,10 @@ WITHIN = {
 BEYOND = {
     "ratio": 0.97,
     "idle_commands_a_second": 10.1,
+    "cold_overview_ms": 1_001,
+    "first_paint_ms": 1_001,
     "first_overview_ms": 1_001,
+    "stuck_found_ms": 60_001,
     "list_p95_ms": 201,
     "viewers_commands_a_second": 500.1,
     "memory_mb": 201,
