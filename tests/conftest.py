@@ -26,7 +26,9 @@ from tests.support.quick_programs import end_template
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+    from millstream.testing.history import Report
     from tests.support.browser import Chromium
+    from tests.support.worker_processes import PrintFigures, StandstillWatch
 
 pytest_plugins = ["pytester"]
 
@@ -115,6 +117,23 @@ def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.support.budgets import lengthen_budgets  # most processes of a run need no console
 
     lengthen_budgets(monkeypatch)
+
+
+@pytest.fixture
+def print_figures(capsys: pytest.CaptureFixture[str]) -> "PrintFigures":
+    """Prints what a test has found, also where nothing failed."""
+
+    def print_figures(report: "Report | None", watch: "StandstillWatch | None" = None, **more: object) -> None:
+        figures = {}
+        if report is not None:
+            figures = {"lost": len(report.lost), "duplicated": len(report.duplicated), "stuck": 0, "dead": report.dead}
+            figures |= {"committed": report.committed, "runs repeated": report.retries}
+        words = [f"{name} {count}" for name, count in {**figures, **more}.items()]
+        words += [f"longest standstill {watch.longest_s:.2f} s"] if watch else []
+        with capsys.disabled():
+            print("\n  " + ", ".join(words))  # noqa: T201
+
+    return print_figures
 
 
 @pytest.fixture

@@ -3,7 +3,8 @@
 import json
 import subprocess
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
@@ -12,11 +13,11 @@ import psutil
 
 from millstream.redis_client.client import Client
 from tests.support.commandline import start
+from tests.support.counts import check_counts, publish_numbers
 from tests.support.json_reference import check_events
 from tests.support.processes import await_end, descendants, kill_with_descendants
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
-KEY_COUNT = 20
 PERIOD_MS = 1_000
 """How often the schedule of the app fires."""
 APP = """
@@ -43,13 +44,19 @@ def count(message: Message, state: State) -> dict[str, object]:
 
 
 class Automatic:
-    """Runs the app on `url` with limits for a test. A context manager that kills what still runs."""
+    """Runs the app on the server of `client` with limits for a test. A context manager that kills what still runs.
+
+    `on_event` is called with each event, in the thread that reads the events of the command.
+    """
 
     def __init__(
         self, client: Client, folder: Path, *options: str, environment: Mapping[str, str] | None = None
     ) -> None:
         self.events: list[dict[str, Any]] = []
+        self.on_event: Callable[[Mapping[str, Any]], object] = lambda _: None
         self.published = 0
+        self.starts = 0
+        self._orphans: list[psutil.Process] = []
         self._client = client
         self._folder = folder
         self._path = folder / "counting.py"
@@ -64,11 +71,15 @@ class Automatic:
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if self._process is not None:
             kill_with_descendants(self._process)
+        for orphan in self._orphans:
+            with suppress(psutil.NoSuchProcess):
+                orphan.kill()
         if error is None:
             check_events("auto", self.events)
 
     def start(self) -> None:
         """Start the command."""
+        self.starts += 1
         with (self._folder / "stderr.log").open("ab") as errors:
             self._process = start(
                 "auto",
@@ -89,6 +100,7 @@ class Automatic:
             for line in lines:
                 if line.endswith(b"}\n"):  # a command that is killed leaves half a line
                     self.events.append(json.loads(line))
+                    self.on_event(self.events[-1])
 
     @property
     def process(self) -> subprocess.Popen[bytes]:
@@ -107,10 +119,19 @@ class Automatic:
         )
         return found
 
+    def kill(self) -> None:
+        """Kill the command alone; what it has started ends by itself, beside what the next start starts."""
+        self._orphans += descendants(self.process)
+        self.process.kill()
+
+    def has_started(self) -> bool:
+        """Whether the command runs, and has chosen an engine since its last start."""
+        started = sum(one["event"] == "started" for one in list(self.events))
+        return self.process.poll() is None and started == self.starts
+
     def publish(self, count: int) -> None:
-        """Publish `count` messages: the key of the n-th is n modulo KEY_COUNT."""
-        numbers = range(self.published, self.published + count)
-        self._client.pipeline([("XADD", "in", "*", "k", n % KEY_COUNT, "n", n) for n in numbers])
+        """Publish `count` messages."""
+        publish_numbers(self._client, "in", self.published, count)
         self.published += count
 
     def runs_on(self, *engines: str) -> None:
@@ -136,23 +157,16 @@ class Automatic:
         return f"{self.events}\n{self.done()} done\n" + (self._folder / "stderr.log").read_text()[-2500:]
 
     def stop(self) -> int:
-        """Stop the command in order; return its exit code."""
+        """Stop the command in order, and wait for the end of all engines; return its exit code."""
         family = descendants(self.process)
         self.process.terminate()
         code = self.process.wait(FAIL_SAFE_S)
-        await_end(family)
+        await_end([*family, *self._orphans])
         eventually(lambda: self.events[-1]["event"] == "stopped", "the last event", log=self.errors)
         return code
 
     def check(self) -> None:
-        """Each message of each key had its effect once, in order, on the state that the one before had left.
-
-        Each firing of the schedule was published once, in order.
-        """
-        found: dict[int, list[tuple[int, int]]] = {}
-        for _, (_, key, _, n, _, count) in self._client.execute("XRANGE", "out", "-", "+"):
-            found.setdefault(int(key), []).append((int(n), int(count)))
-        numbers = {key: range(key, self.published, KEY_COUNT) for key in range(min(KEY_COUNT, self.published))}
-        assert found == {key: [(n, at) for at, n in enumerate(of_key, 1)] for key, of_key in numbers.items()}
+        """No message was lost, doubled or reordered; each firing of the schedule was published once, in order."""
+        check_counts(self._client, "out", self.published)
         firings = [int(firing) for _, (_, _, _, firing) in self._client.execute("XRANGE", "ticks", "-", "+")]
         assert {after - before for before, after in pairwise(firings)} <= {PERIOD_MS}, firings
