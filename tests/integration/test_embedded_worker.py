@@ -3,7 +3,9 @@
 import asyncio
 import gc
 import os
+import random
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -14,13 +16,18 @@ from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
 from millstream.worker import EmbeddedWorker
 from tests.support.applications import Application, application
+from tests.support.counts import check_counts, publish_numbers
 from tests.support.waiting import eventually, eventually_async
+from tests.support.worker_processes import PrintFigures
 from tests.support.workers import QUICK, double, fill, outputs
 
 pytestmark = [pytest.mark.worker]
 
 TARGET = "tests.support.apps.embedded_app:api"
 GROUP = HandlerKeys("inside", "copy", "in").group
+KILLS = 50 if os.environ.get("MILLSTREAM_SOAK") else 2
+PART = 400
+"""How many messages of each stream a web server has more to process than at its start before."""
 
 
 def new_app(*streams: str) -> App:
@@ -84,6 +91,37 @@ def test_a_worker_that_cannot_continue_ends_its_web_server(client: Client, tmp_p
     assert "the embedded worker of inside ended: " in log
     assert "millstream.errors.HandlerStuck" in log, "the lifespan raises the cause"
     assert "Application shutdown failed" in log
+
+
+def test_a_web_server_that_is_killed_at_work_again_and_again_loses_doubles_and_reorders_nothing(
+    client: Client, tmp_path: Path, print_figures: PrintFigures
+) -> None:
+    seed = random.SystemRandom().randrange(1 << 32)
+    chance = random.Random(seed)
+    env = {"MILLSTREAM_TEST_CLAIM_MS": "2000"}
+    published, interrupted = 0, 0
+    for number in range(KILLS):
+        fill(client, PART, first=published)
+        publish_numbers(client, "numbers", published, PART)
+        published += PART
+        before = done(client)
+        with application(TARGET, client.url, tmp_path / f"log{number}", env=env) as web:
+            eventually(lambda: min(map(int.__sub__, done(client), before)) > 0, "both at work", log=web.log.read_text)  # noqa: B023 - at once
+            time.sleep(chance.random() / 3)
+            web.process.kill()
+            web.wait()
+        interrupted += min(done(client)) < published
+    with application(TARGET, client.url, tmp_path / "last", env=env) as web:
+        what = f"all outputs; seed {seed}"
+        eventually(lambda: min(done(client)) >= published, what, log=lambda: (done(client), web.log.read_text()))
+    assert numbers(client) == list(range(published))
+    check_counts(client, "counts", published)
+    print_figures(None, kills=KILLS, at_work=interrupted, messages=2 * published, seed=seed)
+
+
+def done(client: Client) -> list[int]:
+    """How many outputs each handler has."""
+    return [int(client.execute("XLEN", stream)) for stream in ("out", "counts")]
 
 
 # --- In a program of asyncio ---

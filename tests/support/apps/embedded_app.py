@@ -1,4 +1,4 @@
-"""A web application with a worker and live streams inside, on uvicorn. A message says by `do` what it does.
+"""A web application with a worker and live streams inside, on uvicorn. A message of `in` says by `do` what it does.
 
 `hang`: it runs beyond its time limit, and on. `wait`: it runs until the key `gate` exists.
 """
@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI, Request, Response
 
-from millstream import App, Message
+from millstream import App, Message, State
 from millstream.producer import Producer
 from millstream.redis_client.client import Client
 from millstream.services.gateway import ConnectionLimits, EmbeddedGateway, FlowControl
@@ -18,7 +18,7 @@ from millstream.worker import EmbeddedWorker, WorkerPolicy
 
 URL = os.environ["MILLSTREAM_URL"]
 STOP_MS = int(os.environ.get("MILLSTREAM_TEST_STOP_MS", "60000"))
-
+CLAIM_MS = int(os.environ.get("MILLSTREAM_TEST_CLAIM_MS", "30000"))
 STALL_S = float(os.environ.get("MILLSTREAM_TEST_STALL_S", "3600"))
 
 app = App("inside")
@@ -37,6 +37,14 @@ def copy(message: Message) -> dict[str, str]:
     return {"n": message.text("n", "")}
 
 
+@app.handler("numbers", key="k", into="counts")
+def count(message: Message, state: State) -> dict[str, object]:
+    """Count the messages of a key."""
+    time.sleep(0.002)
+    state["count"] = state.get("count", 0) + 1
+    return {"k": message.fields["k"], "n": message.fields["n"], "count": state["count"]}
+
+
 @asynccontextmanager
 async def lifespan(api: FastAPI) -> AsyncIterator[None]:
     """Publish, process and stream while the application serves."""
@@ -45,7 +53,7 @@ async def lifespan(api: FastAPI) -> AsyncIterator[None]:
     async with (
         Producer(URL) as api.state.producer,
         EmbeddedGateway(URL, flow=flow, limits=limits) as gateway,
-        EmbeddedWorker(app, URL, policy=WorkerPolicy(stop_ms=STOP_MS)),
+        EmbeddedWorker(app, URL, policy=WorkerPolicy(claim_ms=CLAIM_MS, stop_ms=STOP_MS)),
     ):
         yield
 
