@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from millstream.redis_client.client import Client
@@ -79,6 +80,34 @@ def test_a_stop_of_the_whole_process_group_within_a_batch_is_quick_and_quiet(asl
     assert stop_process_group(asleep) == 0
     assert asleep.errors() == ""
     assert asleep.events[-1]["event"] == "stopped"
+
+
+@pytest.mark.parametrize("is_connected", [False, True], ids=["before it answers", "while it answers"])
+def test_a_java_process_that_is_killed_while_it_starts_ends_the_run_with_one_line_and_not_as_a_wrong_setting(
+    millstream_url: str, tmp_path: Path, is_connected: bool
+) -> None:
+    """Where a supervisor starts the run again, as `millstream auto` does, it does so after code 1."""
+    (tmp_path / "sleeper.py").write_text(SLEEPER)
+
+    def kill_java() -> bool:
+        for one in driver.descendants():
+            with suppress(psutil.NoSuchProcess):
+                if "java" in one.name() and (not is_connected or is_used(one)):
+                    one.kill()
+                    return True
+        return False
+
+    with Driver(str(tmp_path / "sleeper.py"), url=millstream_url, folder=tmp_path) as driver:
+        driver.start()
+        eventually(kill_java, "a Java process that starts", log=driver.errors)
+        assert driver.ended() == 1
+        assert driver.errors().startswith("error: Spark's Java process has ended")
+        assert driver.errors().count("\n") == 1
+
+
+def is_used(java: psutil.Process) -> bool:
+    """Whether Python has a connection to it."""
+    return any(one.status == psutil.CONN_ESTABLISHED for one in java.net_connections("tcp"))
 
 
 def test_a_java_process_that_is_killed_ends_the_run_with_one_line(asleep: Driver) -> None:

@@ -26,7 +26,7 @@ from millstream.cli.options import Json, MetricsAddress, Url, duration
 from millstream.cli.signals import orderly_stop
 from millstream.cli.terminal import has_message_format, print_message, with_time
 from millstream.clock import SYSTEM_CLOCK, Clock
-from millstream.errors import ConfigError, SessionEnded, install_hint
+from millstream.errors import ConfigError, PipelineFailed, SessionEnded, install_hint
 from millstream.observability.dead_letter_alerts import DeadLetterAlerts
 from millstream.observability.health import Health
 from millstream.observability.metrics import Metrics, Recorder
@@ -392,7 +392,7 @@ def _session(
             spark = starter.submit(
                 open_session, app.name, master=master, conf=conf, checkpoint=checkpoint, verbose=verbose
             ).result()
-    except ConfigError:
+    except (ConfigError, PipelineFailed):
         if not stopping.is_set():  # while stopping, the signal has ended the Java process too
             raise
     try:

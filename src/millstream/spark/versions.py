@@ -147,6 +147,17 @@ def launch_java(conf: "SparkConf", *, stderr: int) -> Any:
     return launch_gateway(conf, popen_kwargs={"stderr": stderr, "process_group": 0})
 
 
+def java_of_failed_launch(error: BaseException) -> "subprocess.Popen[bytes] | None":
+    """The Java process that `launch_java` has started before it raised `error`; None if it has started none."""
+    traceback = error.__traceback__
+    while traceback is not None:
+        # PySpark returns the process with the gateway, and not with an error.
+        if (process := traceback.tb_frame.f_locals.get("proc")) is not None:
+            return process  # type: ignore[no-any-return]
+        traceback = traceback.tb_next
+    return None
+
+
 def use_java(gateway: Any) -> None:
     """Let all sessions of this process use the Java process behind `gateway`."""
     from pyspark import SparkContext
@@ -154,9 +165,11 @@ def use_java(gateway: Any) -> None:
     SparkContext._ensure_initialized(gateway=gateway)
 
 
-def java_process(spark: "SparkSession") -> "subprocess.Popen[bytes] | None":
-    """The Java process behind a session; None if another process has started it."""
-    return getattr(spark.sparkContext._gateway, "proc", None)
+def java_process() -> "subprocess.Popen[bytes] | None":
+    """The Java process of the sessions of this process; None if another process has started it."""
+    from pyspark import SparkContext
+
+    return getattr(SparkContext._gateway, "proc", None)
 
 
 def java_classes(spark: "SparkSession") -> Any:

@@ -19,7 +19,7 @@ from pyspark import SparkConf
 from pyspark.errors import PySparkException, PySparkRuntimeError
 from pyspark.sql import SparkSession
 
-from millstream.errors import ConfigError
+from millstream.errors import ConfigError, PipelineFailed
 from millstream.handlers.handler import Handler
 from millstream.spark.run.connect_guard import refuse_connect
 from millstream.spark.run.failures import java_reason
@@ -30,6 +30,7 @@ from millstream.spark.versions import (
     has_java,
     java_classes,
     java_context,
+    java_of_failed_launch,
     java_process,
     java_session,
     launch_java,
@@ -49,6 +50,14 @@ _HANDSHAKE_TIMEOUT_S = 120
 _NOISE = (b"WARNING: Using incubator modules", b"Picked up JAVA_TOOL_OPTIONS")
 _LOG_END_S = 2.0
 _JAVA_EXIT_S = 20.0
+_MAX_EXIT_CODE = 128
+"""A shell whose program a signal has ended, and Java itself, end with a greater code."""
+_LAUNCHER_WAS_KILLED = re.compile(r"\S*spark-class: line \d+: CMD: [^;]*")
+"""All that Spark's script says if the Java process that only puts the command together has ended without a word."""
+JAVA_ENDED = (
+    "Spark's Java process has ended: killed, or out of memory. Run the same command again: committed messages are not "
+    "repeated"
+)
 _NO_MASTER = "Cannot call methods on a stopped SparkContext."
 _FORMAT = "redis-streams"
 
@@ -90,7 +99,9 @@ def default_settings(master: str, checkpoint: str = "") -> dict[str, str]:
 def open_session(
     name: str, *, master: str, conf: Mapping[str, str], checkpoint: str = "", verbose: bool = False
 ) -> SparkSession:
-    """Return a session for `master`; `conf` overrides our defaults. Raises ConfigError if Spark cannot start with them.
+    """Return a session for `master`; `conf` overrides our defaults.
+
+    Raises ConfigError if Spark cannot start with them, and PipelineFailed if its Java process is killed meanwhile.
 
     `checkpoint`: where its queries keep their checkpoints, if that is a URL and not a folder of this machine.
 
@@ -116,6 +127,9 @@ def open_session(
     try:
         return SparkSession.builder.config(conf=whole).getOrCreate()
     except (PySparkException, Py4JError, ValueError, OSError) as error:
+        has_answered = isinstance(error, PySparkException | Py4JJavaError | ValueError)
+        if not has_answered and _was_killed(java_process()):
+            raise PipelineFailed(JAVA_ENDED) from error
         reason = java_reason(error)
         if reason.endswith(_NO_MASTER):
             raise ConfigError(
@@ -127,10 +141,10 @@ def open_session(
 def close_session(spark: SparkSession) -> None:
     """Stop `spark`, unless its Java process has ended or is ending: a signal to the process group ends it too."""
     try:
-        if not java_has_ended(spark):
+        if not java_has_ended():
             spark.stop()
     except (Py4JError, OSError):
-        if not java_has_ended(spark, within_s=_JAVA_EXIT_S):
+        if not java_has_ended(within_s=_JAVA_EXIT_S):
             raise
 
 
@@ -172,14 +186,9 @@ def has_stopped(spark: SparkSession) -> bool:
     return bool(java_context(spark).sc().isStopped())
 
 
-def java_has_ended(spark: SparkSession, *, within_s: float = 0.0) -> bool:
-    """Whether the Java process behind `spark` has ended, or ends within so many seconds: then every call fails."""
-    process = java_process(spark)
-    if process is None:
-        return False
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(within_s)
-    return process.returncode is not None
+def java_has_ended(*, within_s: float = 0.0) -> bool:
+    """Whether the Java process of the sessions has ended, or ends within so many seconds: then every call fails."""
+    return _exit_code(java_process(), within_s) is not None
 
 
 def has_executors(spark: SparkSession) -> bool:
@@ -276,7 +285,10 @@ def _is_not_py4j(record: logging.LogRecord) -> bool:
 
 
 def _start_java(conf: SparkConf) -> None:
-    """Start Spark's Java process, for this process's lifetime. Raises ConfigError with its output if it fails."""
+    """Start Spark's Java process, for this process's lifetime.
+
+    Raises ConfigError with its output if it fails, and PipelineFailed if it is killed meanwhile.
+    """
     reader, writer = os.pipe()
     log = _JavaLog(reader)
     log.start()
@@ -287,6 +299,8 @@ def _start_java(conf: SparkConf) -> None:
         os.close(writer)
         log.join(_LOG_END_S)
         reason = log.reason() or str(error)
+        if _was_killed(java_of_failed_launch(error)) or _LAUNCHER_WAS_KILLED.fullmatch(reason):
+            raise PipelineFailed(JAVA_ENDED) from error
         home = os.environ.get("JAVA_HOME")
         java = shutil.which("java", path=str(Path(home) / "bin") if home else None)
         hint = "check --spark-master and --conf" if java else "install Java 17 or later, or set JAVA_HOME"
@@ -294,6 +308,21 @@ def _start_java(conf: SparkConf) -> None:
     os.close(writer)
     use_java(gateway)
     log.release()
+
+
+def _was_killed(process: subprocess.Popen[bytes] | None) -> bool:
+    """Whether a signal has ended a Java process that does not answer."""
+    code = _exit_code(process, _JAVA_EXIT_S)
+    return code is not None and (code < 0 or code > _MAX_EXIT_CODE)
+
+
+def _exit_code(process: subprocess.Popen[bytes] | None, within_s: float) -> int | None:
+    """The exit code of a process that has ended, or ends within so many seconds."""
+    if process is None:
+        return None
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(within_s)
+    return process.returncode
 
 
 class _JavaLog(threading.Thread):

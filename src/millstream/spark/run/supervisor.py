@@ -40,7 +40,14 @@ from millstream.spark.run.liveness import begin_run, keep_announced
 from millstream.spark.run.offsets_behind import entries_behind
 from millstream.spark.run.query import MAX_FAILURES, WAITS_MS, Event, RunContext, RunSettings, SupervisedQuery
 from millstream.spark.run.redis_lag import RedisLag
-from millstream.spark.run.session import has_executors, has_stopped, java_has_ended, make_active, prefill_environment
+from millstream.spark.run.session import (
+    JAVA_ENDED,
+    has_executors,
+    has_stopped,
+    java_has_ended,
+    make_active,
+    prefill_environment,
+)
 from millstream.spark.run.stage_query import StageQuery
 from millstream.spark.versions import HAS_LIMITS
 
@@ -146,15 +153,12 @@ class Supervisor:
             if not self._stopping.is_set():
                 raise
         except (Py4JError, PySparkException, ConnectionError) as error:
-            if not java_has_ended(self._spark, within_s=_JAVA_EXIT_S):
+            if not java_has_ended(within_s=_JAVA_EXIT_S):
                 self._check_session()
                 raise
             # A signal to the whole process group may reach the Java process first.
             if not self._stopping.wait(_JAVA_EXIT_S):
-                raise PipelineFailed(
-                    "Spark's Java process has ended: killed, or out of memory. Run the same command again: committed "
-                    "messages are not repeated"
-                ) from error
+                raise PipelineFailed(JAVA_ENDED) from error
         finally:
             self._ended.set()
             self._schedules.stop()
