@@ -133,21 +133,24 @@ def fires_beside_a_backlog(app: Automatic) -> bool:
 
 
 def changes_again(app: Automatic, number: int) -> bool:
-    """Start the command again if it was killed, and keep a backlog for the workers, so that Spark takes over.
+    """Start the command again if it was killed; keep a backlog once the workers are at work, so that Spark takes over.
 
-    True once so many changes have begun.
+    True once more than `number` changes have begun.
     """
     if (code := app.process.poll()) is not None:
         assert code == -signal.SIGKILL
         app.start()
     elif app.engines()[-1] == "workers":
-        keep_backlog(app)  # the workers may drain it before the command reads the lag
+        if app.is_at_work():
+            keep_backlog(app)  # the workers may drain it before the command reads the lag
+        elif app.done() == app.published:
+            app.publish(10)
     return sum(one["event"] == "change" for one in list(app.events)) > number
 
 
 def is_settled(app: Automatic) -> bool:
     """Whether an engine runs, and no change has begun."""
-    return app.has_started() and app.events[-1]["event"] != "change"
+    return app.has_started() and bool(app.events[-1]["event"] != "change")
 
 
 def keep_backlog(app: Automatic) -> None:

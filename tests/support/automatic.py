@@ -142,6 +142,12 @@ class Automatic:
         """How many messages have had an effect."""
         return int(self._client.execute("XLEN", "out"))
 
+    def is_at_work(self) -> bool:
+        """Whether a message has had an effect since the last engine was started."""
+        started_ms = max(one["at_ms"] for one in list(self.events) if one["event"] in ("started", "changed"))
+        last = self._client.execute("XREVRANGE", "out", "+", "-", "COUNT", 1)
+        return any(int(entry_id.partition(b"-")[0]) > started_ms for entry_id, _ in last)
+
     def fired_by(self, engine: str) -> int:
         """How many firings this engine has published."""
         return sum(
