@@ -145,7 +145,7 @@ def changes_again(app: Automatic, number: int) -> bool:
             keep_backlog(app)  # the workers may drain it before the command reads the lag
         elif app.done() == app.published:
             app.publish(10)
-    return sum(one["event"] == "change" for one in list(app.events)) > number
+    return app.count("change") > number
 
 
 def is_settled(app: Automatic) -> bool:

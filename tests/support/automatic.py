@@ -108,6 +108,10 @@ class Automatic:
         assert self._process is not None
         return self._process
 
+    def count(self, name: str) -> int:
+        """How many events have this name."""
+        return len([one for one in list(self.events) if one["event"] == name])
+
     def engines(self) -> list[str]:
         """The engines that have been started, in order."""
         return [one["engine"] for one in list(self.events) if one["event"] in ("started", "changed")]
@@ -126,8 +130,7 @@ class Automatic:
 
     def has_started(self) -> bool:
         """Whether the command runs, and has chosen an engine since its last start."""
-        started = sum(one["event"] == "started" for one in list(self.events))
-        return self.process.poll() is None and started == self.starts
+        return self.process.poll() is None and self.count("started") == self.starts
 
     def publish(self, count: int) -> None:
         """Publish `count` messages."""
