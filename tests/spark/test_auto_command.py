@@ -115,8 +115,7 @@ def test_spark_and_the_workers_take_over_from_each_other_though_they_and_the_com
         killer = ChangeKiller(app, random.Random(seed))
         for number in range(len(TURNS)):
             eventually(lambda: changes_again(app, number), f"change {number}; seed {seed}", log=app.errors)  # noqa: B023 - at once
-        eventually(lambda: changes_again(app, 0) and killer.is_done(), f"the last kill; seed {seed}", log=app.errors)
-        eventually(lambda: changes_again(app, 0) and is_settled(app), "an engine after the last change", log=app.errors)
+        eventually(lambda: goes_on(app) and killer.is_done(), f"the last kill; seed {seed}", log=app.errors)
         app.ends()
         assert app.stop() == 0
         app.check()
@@ -137,20 +136,33 @@ def changes_again(app: Automatic, number: int) -> bool:
 
     True once more than `number` changes have begun.
     """
-    if (code := app.process.poll()) is not None:
-        assert code == -signal.SIGKILL
-        app.start()
-    elif app.engines()[-1] == "workers":
+    start_again(app)
+    if app.engines()[-1] == "workers":
         if app.is_at_work():
             keep_backlog(app)  # the workers may drain it before the command reads the lag
-        elif app.done() == app.published:
-            app.publish(10)
+        else:
+            keep_at_work(app)
     return app.count("change") > number
 
 
-def is_settled(app: Automatic) -> bool:
-    """Whether an engine runs, and no change has begun."""
+def goes_on(app: Automatic) -> bool:
+    """Start the command again if it was killed, and keep its engine at work; True while no change has begun."""
+    start_again(app)
+    keep_at_work(app)
     return app.has_started() and bool(app.events[-1]["event"] != "change")
+
+
+def start_again(app: Automatic) -> None:
+    """Start the command if it was killed."""
+    if (code := app.process.poll()) is not None:
+        assert code == -signal.SIGKILL
+        app.start()
+
+
+def keep_at_work(app: Automatic) -> None:
+    """Publish some more if nothing is left."""
+    if app.done() == app.published:
+        app.publish(10)
 
 
 def keep_backlog(app: Automatic) -> None:
