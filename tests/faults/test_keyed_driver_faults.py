@@ -2,6 +2,7 @@
 
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -10,6 +11,7 @@ import pytest
 from millstream.delivery.state_expiry import live_states
 from millstream.handlers.upcasting import parse_version_and_state
 from millstream.redis_client.client import Client
+from tests.support.apps.worker_app import BATCH_STATE_TTL_MS
 from tests.support.drivers import APPS, Driver
 from tests.support.expiring_keys import KEYS, ExpiringExpectations
 from tests.support.keyed_workers import KeyedExpectations
@@ -38,18 +40,31 @@ class OnSpark(KeyedExpectations):
 
 
 class ExpiringOnSpark(ExpiringExpectations):
-    """Expectations of the app `expiring` on Spark."""
+    """Expectations of the app `lasting` on Spark."""
+
+    ttl_ms = BATCH_STATE_TTL_MS
 
     def publish_more(self) -> None:
-        """See Expectations. Every second time, once all states have expired."""
-        if len(self.enqueued) % (12 * KEYS):
+        """See Expectations. Every second time, once all states have expired. Most kills hit a batch that runs."""
+        if len(self.enqueued) % (24 * KEYS):
             eventually(self.drained, "the last message")
             eventually(self.states_have_expired, "the end of all states")
-        super().publish_more()
+        self.publish_keys(12 * KEYS, KEYS, ms=5)
 
     def drained(self) -> bool:
         """See Expectations."""
         return self.is_done_on_spark()
+
+    def await_continued(self) -> None:
+        """Publish until messages have run on the states of an earlier batch."""
+
+        def have_continued() -> bool:
+            self.publish_keys(KEYS, KEYS)
+            eventually(self.drained, "the last message")
+            self.check_states(self.outputs())
+            return self.continued >= KEYS
+
+        eventually(have_continued, "states that last over batches")
 
 
 @pytest.fixture
@@ -59,7 +74,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def kill_often(expectations: KeyedExpectations, app: str, folder: Path, print_figures: PrintFigures) -> None:
+def kill_often(
+    expectations: KeyedExpectations,
+    app: str,
+    folder: Path,
+    print_figures: PrintFigures,
+    at_last: Callable[[], None] = lambda: None,
+) -> None:
     """Kill drivers and Python workers of the app, then let it end, and check what it has done."""
     seed = random.SystemRandom().randrange(1 << 32)
     url = expectations.client.url
@@ -67,6 +88,7 @@ def kill_often(expectations: KeyedExpectations, app: str, folder: Path, print_fi
     with Driver(f"{APPS}/worker_app.py:{app}", url=url, folder=folder, options=("--max-per-batch", "100")) as driver:
         nemesis = KilledDriver(driver, random.Random(seed), cores=(1, 2))
         nemesis.run(KILLS, expectations.publish_more)
+        at_last()
         eventually(expectations.drained, f"the last message; seed {seed}", log=driver.errors)
         report = expectations.check_keys(overlap=False, log=driver.errors)
         assert driver.stop() == 0
@@ -98,6 +120,6 @@ def test_each_state_is_upcast_once_while_drivers_and_tasks_are_killed(
 def test_no_state_is_lost_before_its_time_or_kept_beyond_it_while_drivers_and_tasks_are_killed(
     fresh_client: Client, folder: Path, print_figures: PrintFigures
 ) -> None:
-    expectations = ExpiringOnSpark(fresh_client, folder, app="expiring")
-    kill_often(expectations, "expiring", folder, print_figures)
+    expectations = ExpiringOnSpark(fresh_client, folder, app="lasting")
+    kill_often(expectations, "lasting", folder, print_figures, expectations.await_continued)
     assert expectations.begun_anew >= KEYS

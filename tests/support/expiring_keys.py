@@ -1,4 +1,4 @@
-"""Keys whose states expire: what is expected of the app `expiring` of `worker_app`, on either engine."""
+"""Keys whose states expire: what is expected of the apps `expiring` and `lasting` of `worker_app`, on either engine."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,8 +11,14 @@ KEYS = 8
 
 
 class ExpiringExpectations(KeyedExpectations):
-    """Expectations of the app `expiring`, whose states end; by the server's clock, which times all entries."""
+    """Expectations of an app whose states end; by the server's clock, which times all entries.
 
+    * `ttl_ms`: how long its states last
+    * `begun_anew`, `continued`: how many messages ran without the state that their key once had, and on the state of an
+      earlier commit
+    """
+
+    ttl_ms = STATE_TTL_MS
     begun_anew = continued = 0
 
     def publish_more(self) -> None:
@@ -22,7 +28,7 @@ class ExpiringExpectations(KeyedExpectations):
     def states_have_expired(self) -> bool:
         """Return whether all states have expired since the last commit."""
         last = self.client.execute("XREVRANGE", "out", "+", "-", "COUNT", 1)[0][0]
-        return now_ms(self.client) >= EntryId.parse(last).ms + STATE_TTL_MS + 1
+        return now_ms(self.client) >= EntryId.parse(last).ms + self.ttl_ms + 1
 
     def check_states(self, outputs: Sequence[Mapping[str, str]]) -> None:
         """Check the count of each message against that of the one before it in its key.
@@ -30,6 +36,7 @@ class ExpiringExpectations(KeyedExpectations):
         It goes on if the message was committed before the state expired, and begins anew if the message was published
         after the millisecond of that. Between the two the message may have begun before or after.
         """
+        self.begun_anew = self.continued = 0
         entries = self.client.execute("XRANGE", "out", "-", "+")
         last: dict[str, tuple[int, int]] = {}
         for row, (entry_id, _) in zip(outputs, entries, strict=True):
@@ -40,7 +47,7 @@ class ExpiringExpectations(KeyedExpectations):
                 self.begun_anew += before > 0
             elif committed_ms < expires_ms:
                 assert count == before + 1, f"the state lasts until {expires_ms}: {row}"
-                self.continued += 1
+                self.continued += committed_ms + self.ttl_ms > expires_ms
             else:
                 assert count in (1, before + 1), row
-            last[row["key"]] = count, committed_ms + STATE_TTL_MS
+            last[row["key"]] = count, committed_ms + self.ttl_ms

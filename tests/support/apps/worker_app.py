@@ -34,6 +34,9 @@ PACE = Limit(per="tenant", rate="100/s", cost="cost")
 STATE_TTL_MS = 300
 """How long states of the app `expiring` last."""
 
+BATCH_STATE_TTL_MS = 3_000
+"""How long those of the app `lasting` do: over more than one batch on Spark."""
+
 app = App("steady")
 strict = App("strict")
 limited = App("limited")
@@ -49,6 +52,7 @@ timed = App("timed")
 tenants = App("tenants")
 paced = App("paced")
 expiring = App("expiring")
+lasting = App("lasting")
 scheduled = App("scheduled")
 
 
@@ -267,9 +271,10 @@ tenants.handler(
     "in", name="work", into="out", key="key", limit=Limit(per="tenant", at_once=2), retry=Retry(attempts=6, delay_ms=20)
 )(work_keyed)
 paced.handler("in", name="work", into="out", key="key", limit=PACE, retry=Retry(attempts=6, delay_ms=20))(work_keyed)
-expiring.handler(
-    "in", name="work", into="out", key="key", state_ttl_ms=STATE_TTL_MS, retry=Retry(attempts=6, delay_ms=20)
-)(work_keyed)
+for one, ttl_ms in ((expiring, STATE_TTL_MS), (lasting, BATCH_STATE_TTL_MS)):
+    one.handler("in", name="work", into="out", key="key", state_ttl_ms=ttl_ms, retry=Retry(attempts=6, delay_ms=20))(
+        work_keyed
+    )
 coroutine.handler("in", name="work", into="out", retry=SHORT)(work_async)
 streamed.handler(pattern="call:*", name="work", into="out", order="stream", retry=Retry(attempts=6, delay_ms=20))(
     work_stream
