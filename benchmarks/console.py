@@ -7,8 +7,9 @@ whether it holds; of other numbers of streams than 100,000 that says little.
 The overview is read first of consoles that have just started, by HTTP and in a browser (Chromium), then of one that has read
 all streams once. A key is parked on the last stream; the time until the overview names it includes what the console keeps.
 
-The raw loop is that of `worker_noop`, on a stream of its own: the ratio compares the worker while the console runs, with
-its viewers, with the worker while the console is stopped (SIGSTOP), in interleaved rounds, the best of each.
+The worker is that of `worker_noop`, on one more stream: the ratio compares it while the console runs, with
+one viewer, with the worker while the console is stopped (SIGSTOP): the median of each over rounds, each round in the other
+order.
 """
 
 import json
@@ -22,6 +23,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -30,7 +32,16 @@ import httpx
 import psutil
 
 from benchmarks.worker_noop import noop
-from benchmarks.workers import commands_a_second, commands_so_far, fill, handler_of, server, wait_for, working
+from benchmarks.workers import (
+    STREAM,
+    commands_a_second,
+    commands_so_far,
+    handler_of,
+    publish,
+    server,
+    wait_for,
+    working,
+)
 from millstream.admin.figure_history import FigureHistory
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
@@ -55,7 +66,7 @@ class _Console:
     process: psutil.Process
 
 
-def run(*, streams: int = 100_000, messages: int = 200_000, viewers: int = 50, rounds: int = 5) -> dict[str, Any]:
+def run(*, streams: int = 100_000, messages: int = 400_000, viewers: int = 50, rounds: int = 10) -> dict[str, Any]:
     """Measure with `streams` streams, and the worker over `messages` messages."""
     with server() as client:
         _fill(client, streams)
@@ -77,8 +88,7 @@ def run(*, streams: int = 100_000, messages: int = 200_000, viewers: int = 50, r
                 console, "/streams?order=entries"
             )  # the last: the ranking runs on for seconds
             memory_mb = console.process.memory_info().rss / 1e6
-    with server() as client, _console(client) as console:
-        ratio = _worker_ratio(client, console, messages, rounds)
+            ratio = _worker_ratio(client, console, messages, rounds)
     found = {
         "ratio": round(ratio, 3),
         "idle_commands_a_second": round(idle, 1),
@@ -223,21 +233,29 @@ def _viewing(console: _Console, count: int) -> Iterator[None]:
 
 
 def _worker_ratio(client: Client, console: _Console, messages: int, rounds: int) -> float:
-    rates = {"with": 0.0, "without": 0.0}
-    for _ in range(rounds):
-        fill(client, messages)
-        with _viewing(console, 1):
-            rates["with"] = max(rates["with"], _rate(client, messages))
-        os.kill(console.process.pid, signal.SIGSTOP)
-        try:
-            fill(client, messages)
-            rates["without"] = max(rates["without"], _rate(client, messages))
-        finally:
-            os.kill(console.process.pid, signal.SIGCONT)
-    return rates["with"] / rates["without"]
+    conditions = {"with": partial(_viewing, console, 1), "without": partial(_stopped, console)}
+    rates: dict[str, list[float]] = {name: [] for name in conditions}
+    for number in range(rounds):
+        for name in sorted(conditions, reverse=bool(number % 2)):  # the first of a round is slower, whichever it is
+            with conditions[name]():
+                rates[name].append(_rate(client, messages))
+    return statistics.median(rates["with"]) / statistics.median(rates["without"])
+
+
+@contextmanager
+def _stopped(console: _Console) -> Iterator[None]:
+    os.kill(console.process.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(console.process.pid, signal.SIGCONT)
 
 
 def _rate(client: Client, messages: int) -> float:
+    """Messages per second of a worker on one more stream, beside all others."""
+    base = HandlerKeys("bench", "handle", STREAM).base
+    client.execute("UNLINK", STREAM, *client.execute("KEYS", f"{base}:*"))
+    publish(client, messages)
     began = time.perf_counter()
     with working(client, handler_of(noop)) as loop:
         wait_for(loop, messages)

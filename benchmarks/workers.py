@@ -36,6 +36,11 @@ def handler_of(function: Callable[..., Any], **options: Any) -> Handler:
 def fill(client: Client, messages: int, *, keys: int | None = None) -> None:
     """Empty the server and publish `messages` entries of 100 bytes and a number, or one of `keys` in no order."""
     client.execute("FLUSHALL")
+    publish(client, messages, keys=keys)
+
+
+def publish(client: Client, messages: int, *, keys: int | None = None) -> None:
+    """Publish as `fill` does, beside what there is."""
     for at in range(0, messages, RAW_COUNT):
         firsts = [("n", n) if keys is None else ("key", n * 7919 % keys) for n in range(at, at + RAW_COUNT)]
         client.pipeline([("XADD", STREAM, "*", *first, "payload", PAYLOAD) for first in firsts])
