@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from millstream.admin.figure_history import STEP_MS, HandlerSample, Sample
+from millstream.admin.figure_history import MOST_HANDLERS, STEP_MS, HandlerSample, Sample
 from millstream.admin.total_checks import letters_elsewhere
 
 pytestmark = [pytest.mark.cli]
@@ -41,3 +41,12 @@ def test_new_dead_letters_are_the_growth_of_a_total(dead: Sequence[int | None], 
 def test_a_total_that_does_not_grow_has_no_new_dead_letters(dead: Sequence[int | None]) -> None:
     samples = samples_of(dead)
     assert list(letters_elsewhere(samples, {}, samples[-1])) == []
+
+
+@pytest.mark.parametrize("others", [0, 2 * MOST_HANDLERS], ids=["room was left", "samples were full"])
+def test_the_first_dead_letters_of_a_handler_that_the_history_left_out_are_new_if_there_was_room(others: int) -> None:
+    left_out = Sample(at_ms=0, is_partial=True, handlers={f"a.{n}": FIGURES for n in range(others)})
+    samples = [left_out, *samples_of([7, 7])[1:]]
+    found = [(one.what, one.since_ms) for one in letters_elsewhere(samples, {}, samples[-1])]
+    shown = [("shop.rare: 5 dead letters, 5 of them new within 15 min", STEP_MS)]
+    assert [one for one in found if "shop.rare" in one[0]] == ([] if others else shown)

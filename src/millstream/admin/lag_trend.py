@@ -1,7 +1,7 @@
 """Lags that rise: handlers to whose streams more is added than they commit, by the history of the console. No I/O."""
 
 from collections.abc import Collection, Iterator, Sequence
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 from millstream.admin.figure_history import Sample
 from millstream.admin.findings import Finding
@@ -20,7 +20,7 @@ def rising_lags(samples: Sequence[Sample], running: Collection[str]) -> Iterator
     It takes five samples in a row and a growth by a hundred entries: a burst that is being processed does not count.
     """
     for label in sorted(running):
-        rise = _rise_of([(one.at_ms, one.handlers[label].lag) for one in samples if label in one.handlers])
+        rise = _rise_of(_lags_of(samples, label))
         if len(rise) >= _FEWEST_SAMPLES and rise[-1][1] - rise[0][1] >= _LEAST_GROWTH:
             (start_ms, first), (end_ms, last) = rise[0], rise[-1]
             yield Finding(
@@ -32,6 +32,12 @@ def rising_lags(samples: Sequence[Sample], running: Collection[str]) -> Iterator
                 why="more entries come than its workers or its run commit: add workers, or make the handler faster",
                 mend=(f"millstream info {label.partition('.')[0]}",),
             )
+
+
+def _lags_of(samples: Sequence[Sample], label: str) -> list[tuple[int, int | None]]:
+    """The lags of the last samples, with their times, all of which have the handler: one without it breaks the row."""
+    last = takewhile(lambda one: label in one.handlers, reversed(samples))
+    return [(one.at_ms, one.handlers[label].lag) for one in last][::-1]
 
 
 def _rise_of(lags: Sequence[tuple[int, int | None]]) -> list[tuple[int, int]]:

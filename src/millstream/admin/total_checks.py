@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from millstream.admin.consumption_summary import ReaderReport
 from millstream.admin.examined_data import NewLetters
 from millstream.admin.failure_checks import letters_finding, parked_finding
-from millstream.admin.figure_history import HandlerSample, Sample
+from millstream.admin.figure_history import MOST_HANDLERS, HandlerSample, Sample
 from millstream.admin.findings import Finding, start_command
 from millstream.redis_client.formats import format_age, pluralize
 
@@ -65,7 +65,7 @@ def stuck_elsewhere(found: Sequence[Finding], sampled: Mapping[str, ReaderReport
             yield parked_finding(label, one.parked)
         if one.paused > (known.paused if known else 0):
             what = f"{label}: paused on {one.paused:,} of its {pluralize(one.streams, 'stream')}"
-            yield replace(pauses.get(label) or _pause_of(label), what=what)
+            yield replace(pauses[label], what=what) if label in pauses else _pause_of(label, what)
 
 
 def letters_elsewhere(
@@ -95,13 +95,13 @@ def _beyond(
             yield label, one, known
 
 
-def _pause_of(label: str) -> Finding:
+def _pause_of(label: str, what: str) -> Finding:
     """The finding about a pause whose reason is not read."""
     return Finding(
         check="paused",
         handler=label,
         severity="warning",
-        what="",
+        what=what,
         why="an operator or its breaker has paused it; nothing new of it is processed there",
         mend=(f"millstream resume {label}",),
     )
@@ -110,6 +110,7 @@ def _pause_of(label: str) -> Finding:
 def _new_letters(samples: Sequence[Sample], label: str, most: int) -> NewLetters | None:
     """By how much the total of dead letters has grown from sample to sample; None if it has not. At most `most` are left."""
     dead = [(one.at_ms, one.handlers[label].dead) for one in samples if label in one.handlers]
+    dead = [*_before_first(samples, label), *dead]
     known = [(at_ms, count) for at_ms, count in dead if count is not None]
     steps = [(at_ms, count - before) for (_, before), (at_ms, count) in pairwise(known)]
     grown = [(at_ms, more) for at_ms, more in steps if more > 0]
@@ -120,3 +121,17 @@ def _new_letters(samples: Sequence[Sample], label: str, most: int) -> NewLetters
         is_exact=len(known) == len(dead) and all(more >= 0 for _, more in steps),
         since_ms=grown[0][0],
     )
+
+
+def _before_first(samples: Sequence[Sample], label: str) -> Iterator[tuple[int, int | None]]:
+    """The total in the last sample that does not have the handler yet: it had none of the dead letters that are left.
+
+    A full sample may have left out a handler with dead letters, so it says nothing.
+    """
+    for before, after in pairwise(samples):
+        if label in before.handlers:
+            return
+        if (one := after.handlers.get(label)) is not None:
+            if one.dead is not None and len(before.handlers) < 2 * MOST_HANDLERS:
+                yield before.at_ms, one.dead - one.dead_letters
+            return

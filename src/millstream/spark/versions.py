@@ -38,6 +38,7 @@ __all__ = [
     "has_java",
     "java_classes",
     "java_context",
+    "java_of_failed_launch",
     "java_process",
     "java_session",
     "launch_java",

@@ -50,9 +50,11 @@ _HANDSHAKE_TIMEOUT_S = 120
 _NOISE = (b"WARNING: Using incubator modules", b"Picked up JAVA_TOOL_OPTIONS")
 _LOG_END_S = 2.0
 _JAVA_EXIT_S = 20.0
+_KILLED_WITHIN_S = 2.0
+"""A process that was killed has ended so soon after the error of its connection."""
 _MAX_EXIT_CODE = 128
 """A shell whose program a signal has ended, and Java itself, end with a greater code."""
-_LAUNCHER_WAS_KILLED = re.compile(r"\S*spark-class: line \d+: CMD: [^;]*")
+_LAUNCHER_WAS_KILLED = re.compile(r"[^;]*spark-class: line \d+: CMD: [^;]*")
 """All that Spark's script says if the Java process that only puts the command together has ended without a word."""
 JAVA_ENDED = (
     "Spark's Java process has ended: killed, or out of memory. Run the same command again: committed messages are not "
@@ -312,7 +314,7 @@ def _start_java(conf: SparkConf) -> None:
 
 def _was_killed(process: subprocess.Popen[bytes] | None) -> bool:
     """Whether a signal has ended a Java process that does not answer."""
-    code = _exit_code(process, _JAVA_EXIT_S)
+    code = _exit_code(process, _KILLED_WITHIN_S)
     return code is not None and (code < 0 or code > _MAX_EXIT_CODE)
 
 
