@@ -1,14 +1,12 @@
 """Drivers and Spark's Python workers are killed while keys have timers: none comes early, none is lost or doubled."""
 
 import os
-import random
 from pathlib import Path
 
 import pytest
 
 from millstream.redis_client.client import Client
-from tests.support.drivers import APPS, Driver
-from tests.support.killed_drivers import KilledDriver
+from tests.support.killed_drivers import killed_driver
 from tests.support.timed_keys import KEYS, TURNS, TimedExpectations
 from tests.support.waiting import eventually
 from tests.support.worker_processes import PrintFigures
@@ -35,17 +33,11 @@ def test_timers_come_once_and_never_early_or_not_at_all_while_drivers_and_tasks_
     fresh_client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, print_figures: PrintFigures
 ) -> None:
     monkeypatch.setenv("MILLSTREAM_TEST_FOLDER", str(tmp_path))
-    seed = random.SystemRandom().randrange(1 << 32)
-    chance = random.Random(seed)
     expectations = DriverExpectations(fresh_client, tmp_path, app="timed")
-    expectations.publish_more()
-    options = ("--max-per-batch", "100")
-    with Driver(f"{APPS}/worker_app.py:timed", url=fresh_client.url, folder=tmp_path, options=options) as driver:
-        nemesis = KilledDriver(driver, chance, cores=(1, 2))
-        nemesis.run(KILLS, expectations.publish_more)
+    with killed_driver(expectations, "timed", KILLS) as nemesis:
+        driver = nemesis.driver
         expectations.publish_last()
-        eventually(expectations.drained, f"the last timer; seed {seed}", log=driver.errors)
+        eventually(expectations.drained, f"the last timer; seed {nemesis.seed}", log=driver.errors)
         report = expectations.check_timers(driver.errors)
-        assert driver.stop() == 0
-    starts, timers = driver.starts, report.timers_came
-    print_figures(report, kills=nemesis.killed, driver_starts=starts, seed=seed, timers=timers)
+    figures = {"seed": nemesis.seed, "timers": report.timers_came}
+    print_figures(report, kills=nemesis.killed, driver_starts=driver.starts, **figures)

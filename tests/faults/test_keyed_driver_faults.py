@@ -1,21 +1,17 @@
 """Drivers and Spark's Python workers are killed: each message of a key takes effect once, in order, on the right state."""
 
 import os
-import random
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from millstream.delivery.state_expiry import live_states
-from millstream.handlers.upcasting import parse_version_and_state
 from millstream.redis_client.client import Client
 from tests.support.apps.worker_app import BATCH_STATE_TTL_MS
-from tests.support.drivers import APPS, Driver
 from tests.support.expiring_keys import KEYS, ExpiringExpectations
 from tests.support.keyed_workers import KeyedExpectations
-from tests.support.killed_drivers import KilledDriver
+from tests.support.killed_drivers import killed_driver
 from tests.support.waiting import eventually
 from tests.support.worker_processes import PrintFigures
 
@@ -39,7 +35,7 @@ class OnSpark(KeyedExpectations):
         return self.is_done_on_spark()
 
 
-class ExpiringOnSpark(ExpiringExpectations):
+class ExpiringOnSpark(OnSpark, ExpiringExpectations):
     """Expectations of the app `lasting` on Spark."""
 
     ttl_ms = BATCH_STATE_TTL_MS
@@ -49,11 +45,7 @@ class ExpiringOnSpark(ExpiringExpectations):
         if len(self.enqueued) % (24 * KEYS):
             eventually(self.drained, "the last message")
             eventually(self.states_have_expired, "the end of all states")
-        self.publish_keys(12 * KEYS, KEYS, ms=5)
-
-    def drained(self) -> bool:
-        """See Expectations."""
-        return self.is_done_on_spark()
+        super().publish_more()
 
     def await_continued(self) -> None:
         """Publish until messages have run on the states of an earlier batch."""
@@ -75,30 +67,20 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def kill_often(
-    expectations: KeyedExpectations,
-    app: str,
-    folder: Path,
-    print_figures: PrintFigures,
-    at_last: Callable[[], None] = lambda: None,
+    expectations: KeyedExpectations, app: str, print_figures: PrintFigures, at_last: Callable[[], None] = lambda: None
 ) -> None:
     """Kill drivers and Python workers of the app, then let it end, and check what it has done."""
-    seed = random.SystemRandom().randrange(1 << 32)
-    url = expectations.client.url
-    expectations.publish_more()
-    with Driver(f"{APPS}/worker_app.py:{app}", url=url, folder=folder, options=("--max-per-batch", "100")) as driver:
-        nemesis = KilledDriver(driver, random.Random(seed), cores=(1, 2))
-        nemesis.run(KILLS, expectations.publish_more)
+    with killed_driver(expectations, app, KILLS) as nemesis:
         at_last()
-        eventually(expectations.drained, f"the last message; seed {seed}", log=driver.errors)
-        report = expectations.check_keys(overlap=False, log=driver.errors)
-        assert driver.stop() == 0
-    print_figures(report, kills=nemesis.killed, driver_starts=driver.starts, seed=seed)
+        eventually(expectations.drained, f"the last message; seed {nemesis.seed}", log=nemesis.driver.errors)
+        report = expectations.check_keys(overlap=False, log=nemesis.driver.errors)
+    print_figures(report, kills=nemesis.killed, driver_starts=nemesis.driver.starts, seed=nemesis.seed)
 
 
 def test_lists_of_a_key_keep_its_order_while_drivers_and_tasks_are_killed(
     fresh_client: Client, folder: Path, print_figures: PrintFigures
 ) -> None:
-    kill_often(OnSpark(fresh_client, folder, app="listed"), "listed", folder, print_figures)
+    kill_often(OnSpark(fresh_client, folder, app="listed"), "listed", print_figures)
 
 
 def test_each_state_is_upcast_once_while_drivers_and_tasks_are_killed(
@@ -108,18 +90,16 @@ def test_each_state_is_upcast_once_while_drivers_and_tasks_are_killed(
     earlier = msgspec.msgpack.encode({"seen": 0})
     state_key = expectations.keys.state
     fresh_client.execute("HSET", state_key, *(part for n in range(KEYS) for part in (f"k{n}", earlier)))
-    kill_often(expectations, "kept", folder, print_figures)
+    kill_often(expectations, "kept", print_figures)
     counts = {row["key"]: int(row["count"]) for row in expectations.outputs()}
     assert len(counts) == KEYS
     for key, count in counts.items():
-        (state,) = live_states(fresh_client, state_key, [fresh_client.execute("HGET", state_key, key)])
-        assert state is not None
-        assert parse_version_and_state(state) == (2, {"count": count})
+        assert expectations.stored_state(key) == (2, {"count": count})
 
 
 def test_no_state_is_lost_before_its_time_or_kept_beyond_it_while_drivers_and_tasks_are_killed(
     fresh_client: Client, folder: Path, print_figures: PrintFigures
 ) -> None:
     expectations = ExpiringOnSpark(fresh_client, folder, app="lasting")
-    kill_often(expectations, "lasting", folder, print_figures, expectations.await_continued)
+    kill_often(expectations, "lasting", print_figures, expectations.await_continued)
     assert expectations.begun_anew >= KEYS

@@ -9,8 +9,6 @@ import msgspec
 import pytest
 
 from millstream.admin.inspection import state_expiry
-from millstream.delivery.state_expiry import live_states
-from millstream.handlers.upcasting import parse_version_and_state
 from millstream.redis_client.client import Client
 from millstream.redis_client.pipelining import server_time_ms
 from tests.support.keyed_workers import KeyedExpectations
@@ -46,9 +44,7 @@ def test_each_state_is_upcast_once_and_expires_an_hour_after_its_last_commit_tho
     counts = {row["key"]: int(row["count"]) for row in expectations.outputs()}
     assert len(counts) == KEYS
     for key, count in counts.items():
-        (state,) = live_states(fresh_client, state_key, [fresh_client.execute("HGET", state_key, key)])
-        assert state is not None
-        assert parse_version_and_state(state) == (2, {"count": count})
+        assert expectations.stored_state(key) == (2, {"count": count})
         expires_ms = state_expiry(fresh_client, expectations.keys, key.encode())
         assert expires_ms is not None
         assert began_ms + HOUR_MS <= expires_ms <= server_time_ms(fresh_client) + HOUR_MS

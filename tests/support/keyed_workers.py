@@ -3,8 +3,11 @@
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from millstream import Limit
+from millstream.delivery.state_expiry import live_states
+from millstream.handlers.upcasting import parse_version_and_state
 from millstream.redis_client.client import Client
 from millstream.testing.history import Event, Report, check
 from millstream.testing.invariants import check_invariants
@@ -75,6 +78,12 @@ class KeyedExpectations(Expectations):
         lasting = {name.encode() for name in self.lasting_keys()}
         assert left <= lasting | {key for key in left if key.endswith(b":last")}, left
         return report
+
+    def stored_state(self, key: str) -> tuple[int, Mapping[str, Any]]:
+        """Return the version and the values of the state that is stored for a key and has not expired."""
+        (state,) = live_states(self.client, self.keys.state, [self._ask("HGET", self.keys.state, key)])
+        assert state is not None
+        return parse_version_and_state(state)
 
     def lasting_keys(self) -> Sequence[str]:
         """Return the keys of the handler that may stay when nothing is left to do."""

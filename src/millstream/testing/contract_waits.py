@@ -79,6 +79,14 @@ def fire(time: datetime) -> Output:
 
 
 _NO_FIRING = {"key": "a", "ago": "none", "is_firing": "false"}
+_FIRINGS: dict[str, Any] = {
+    "function": fired,
+    "options": {"key": "key"},
+    "entries": [entry(key="a", ago="none")],
+    "schedule": fire,
+    "firings": 3,
+    "order_by": "key",
+}
 
 _TIMED = ("set", "", "set", "cancel")
 _TIMERS: dict[str, Any] = {
@@ -260,36 +268,22 @@ WAITING_CASES: tuple[Case, ...] = (
     Case(
         name="firings",
         promise="each firing that a schedule has missed is published once and in order, and processed as any message",
-        function=fired,
-        options={"key": "key"},
-        entries=[entry(key="a", ago="none")],
-        schedule=fire,
-        firings=3,
         outputs=[_NO_FIRING, *({"key": "a", "ago": ago, "is_firing": "true"} for ago in (2, 1, 0))],
-        order_by="key",
+        **_FIRINGS,
     ),
     Case(
         name="firings_once",
         promise='with missed="once", of the firings that a schedule has missed the last one is published, once',
-        function=fired,
-        options={"key": "key"},
-        entries=[entry(key="a", ago="none")],
-        schedule=fire,
-        firings=3,
         missed="once",
         outputs=[_NO_FIRING, {"key": "a", "ago": 0, "is_firing": "true"}],
-        order_by="key",
+        **_FIRINGS,
     ),
     Case(
         name="firings_skip",
         promise='with missed="skip", no firing that a schedule has missed for long is published',
-        function=fired,
-        options={"key": "key"},
-        entries=[entry(key="a", ago="none")],
-        schedule=fire,
-        firings=3,
         missed="skip",
         outputs=[_NO_FIRING],
+        **_FIRINGS,
     ),
     Case(
         name="limited",

@@ -22,6 +22,7 @@ from millstream.delivery.reliable_stream import Delivery
 from millstream.handlers.limits import Share
 from millstream.handlers.schedule import Missed
 from millstream.model import value_of
+from millstream.redis_client.client import Client
 from millstream.redis_client.pipelining import server_time_us
 from millstream.testing.history import Event, Kind, Recorder
 
@@ -171,6 +172,23 @@ def work_stream(message: Message, state: State) -> dict[str, Any]:
     return {**work_keyed(message, state), "stream": message.stream, "fence": message.fence}
 
 
+def record_permit(client: Client, stream: str, entry_id: str, share: Share, *, cost: float, asked_us: int) -> None:
+    """Record a permit that was asked for at a time of the server and has just been taken, in the file of this process."""
+    recorder(f"permits.{os.getpid()}").record(
+        Event(
+            kind="started",
+            stream=stream,
+            id=entry_id,
+            handler="work",
+            worker=str(os.getpid()),
+            at=server_time_us(client) / 1000,
+            limited=share.value.decode(),
+            cost=cost,
+            asked=asked_us / 1000,
+        )
+    )
+
+
 def record_permits() -> None:
     """Record each permit of the app `paced` in a file of its process, with the times of the server before and after it."""
     keyed_stream: Any = KeyedStream
@@ -182,18 +200,8 @@ def record_permits() -> None:
         asked_us = server_time_us(stream._client)
         wait_ms = real_take_permit(stream, delivery, permits, share)
         if wait_ms == 0:
-            permit = Event(
-                kind="started",
-                stream=stream.stream,
-                id=delivery.id.decode(),
-                handler="work",
-                worker=str(os.getpid()),
-                at=server_time_us(stream._client) / 1000,
-                limited=share.value.decode(),
-                cost=float(value_of(delivery.pairs, b"cost") or 0),
-                asked=asked_us / 1000,
-            )
-            recorder(f"permits.{os.getpid()}").record(permit)
+            cost = float(value_of(delivery.pairs, b"cost") or 0)
+            record_permit(stream._client, stream.stream, delivery.id.decode(), share, cost=cost, asked_us=asked_us)
         return wait_ms
 
     keyed_stream.take_permit = take_permit
@@ -216,18 +224,8 @@ def name_and_record_permits_of_tasks() -> None:
         asked_us = server_time_us(client)
         answer = real_take(permits, run, message)
         if isinstance(answer, task_permits.TaskPermit):
-            permit = Event(
-                kind="started",
-                stream=run.stream,
-                id=message.id,
-                handler="work",
-                worker=str(os.getpid()),
-                at=server_time_us(client) / 1000,
-                limited=answer.share.value.decode(),
-                cost=float(message.fields["cost"]),
-                asked=asked_us / 1000,
-            )
-            recorder(f"permits.{os.getpid()}").record(permit)
+            cost = float(message.fields["cost"])
+            record_permit(client, run.stream, message.id, answer.share, cost=cost, asked_us=asked_us)
         return answer
 
     module.TaskPermits.take = take
