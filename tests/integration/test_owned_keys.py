@@ -17,6 +17,7 @@ from millstream.redis_client.key_tracking import KeyTracker
 from millstream.worker.fetching.tracked_key_router import TrackedKeyRouter
 from tests.support.clocks import ManualClock
 from tests.support.command_stats import scripts_run
+from tests.support.deployments import lent_cluster
 from tests.support.waiting import eventually
 from tests.support.workers import make, make_context
 
@@ -74,6 +75,33 @@ def test_large_entries_of_many_streams_are_read_a_few_at_a_time(
     assert routing.woken_by(60) == set(routing.names)
     assert sum(trips) == 50 * 40 * 60_007
     assert max(trips) <= READ_BYTES, "also in the first read, when no size is known yet"
+
+
+@pytest.mark.parametrize("on_cluster", [False, True])
+def test_a_stream_whose_read_was_unavailable_is_read_again_soon_although_it_is_not_tracked(
+    client: Client, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, on_cluster: bool
+) -> None:
+    clock = ManualClock()
+    with Client(lent_cluster(request).url if on_cluster else client.url) as user:
+        routing = Routing(user, 3, clock)
+        routing.woken_by(3)
+        clock.now_ms += 1_000  # the pause after all streams have been read
+        tracker, is_refused = routing.router._tracker, threading.Event()
+        read = tracker.read
+
+        def refused(commands: Any) -> Any:
+            monkeypatch.undo()
+            is_refused.set()
+            yield from read({name: command for name, command in commands.items() if name != "s:1"})
+            yield "s:1", Unavailable("its server is away")
+
+        monkeypatch.setattr(tracker, KeyTracker.read.__name__, refused)
+        user.execute("XDEL", "s:1", user.execute("XADD", "s:1", "*", "n", 0))
+        assert routing.woken_by(2) == set()
+        assert is_refused.is_set()
+        user.execute("XADD", "s:1", "*", "n", 1)
+        clock.now_ms += routing.router._policy.sweep_ms
+        assert routing.woken_by(2) == {"s:1"}
 
 
 def test_new_entries_are_enqueued_without_a_sweep_after_redis_has_lost_everything(client: Client) -> None:

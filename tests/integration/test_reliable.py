@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from millstream.delivery.commit_store import ENTRY_PREFIX, CommitStore, CommittedPosition
+from millstream.delivery.consumer_removal import remove_consumers
 from millstream.delivery.dead_letter_queue import DeadLetterFilter, DeadLetterQueue
 from millstream.delivery.effects import Effects, Unit
-from millstream.delivery.reliable_stream import Delivery, ReliableStream, remove_consumers
+from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.errors import AccessDenied, ConfigError, GroupMissing, OutOfMemory, StaleOwner
 from millstream.groups import Consumer, Group
 from millstream.handlers.dead_letter import DeadLetter

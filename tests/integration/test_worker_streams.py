@@ -507,6 +507,26 @@ def test_streams_on_all_nodes_of_a_cluster_stay_in_order_while_workers_come_and_
     assert found == {f"s:{number}": [(n, n + 1) for n in range(15)] for number in range(12)}
 
 
+def test_streams_of_a_full_server_of_a_cluster_hold_up_no_others_and_run_once_it_has_room() -> None:
+    ran: set[str] = set()
+    handler = make(lambda message: ran.add(message.stream), pattern="s:*", order="stream", into=None)
+    with cluster() as deployment, Client(deployment.url) as client:
+        of_service = client.shard(SERVICE.meta).primary
+        full = next(node for node in deployment.nodes if of_service is not None and node.port != of_service[1])
+        names = [f"s:{number}" for number in range(24)]
+        waiting = {name for name in names if (primary := client.shard(name).primary) and primary[1] == full.port}
+        assert waiting.intersection(names[:12]), "some of the first streams are there"
+        fill(client, 12, 1)
+        full.call("CONFIG", "SET", "maxmemory", "1")
+        with working(client, handler):
+            eventually(lambda: ran == set(names[:12]) - waiting)
+            client.pipeline([("XADD", name, "*", "n", 0) for name in names[12:] if name not in waiting])
+            eventually(lambda: ran == set(names) - waiting)
+            full.call("CONFIG", "SET", "maxmemory", "0")
+            client.pipeline([("XADD", name, "*", "n", 0) for name in names[12:] if name in waiting])
+            eventually(lambda: ran == set(names))
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -13,7 +13,7 @@ import msgspec
 from millstream.admin.inspection import inspect_handlers, inspect_streams
 from millstream.admin.reports import HandlerReport, StreamReport
 from millstream.clock import SYSTEM_CLOCK, Clock
-from millstream.errors import AccessDenied, ConfigError
+from millstream.errors import AccessDenied, ConfigError, Unavailable
 from millstream.redis_client.client import SCAN_START, Client
 from millstream.redis_client.key_names import PREFIX, HandlerKeys, from_wire
 from millstream.redis_client.key_tracking import KeyTracker
@@ -168,6 +168,9 @@ class HandlerSweep:
             return
         tracked = dict.fromkeys(name for one in places for name in self._keys_of(one))
         is_there = dict(self._tracker.read_each(("EXISTS",), tracked))
+        for reply in is_there.values():
+            if isinstance(reply, Unavailable):  # its key is not tracked: these wait on
+                raise reply
         left = [one for one in places if is_there.get(one.meta) != 0]
         for one in set(places).difference(left):
             self._forget(one)

@@ -399,9 +399,17 @@ class CommitStore:
         "later": a checkpoint was stored too recently for the number of pending entries. "too many": more entries are
         pending than one checkpoint can store.
         """
-        return _CHECKPOINTS[
-            self._run(CHECKPOINT, [(self._script_keys(stream), (self.token, self._group, _MAX_INCOMPLETE))])[0]
-        ]
+        return _CHECKPOINTS[self.run_script(CHECKPOINT, stream, self._checkpoint_args)]
+
+    def checkpoint_call(self, stream: str) -> Call[Checkpoint]:
+        """Return the call that `checkpoint` makes, for callers that pipeline many streams. If the reply is an error, call
+        `checkpoint` instead.
+        """
+        return Call(self.script_command(CHECKPOINT, stream, self._checkpoint_args), _CHECKPOINTS.__getitem__)
+
+    @property
+    def _checkpoint_args(self) -> Sequence[Arg]:
+        return (self.token, self._group, _MAX_INCOMPLETE)
 
     def failed_attempts(self, stream: str, ids: Sequence[bytes]) -> list[int]:
         """Return the number of failed attempts of each entry."""

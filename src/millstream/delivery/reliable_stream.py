@@ -20,10 +20,11 @@ import msgspec
 from millstream.delivery.cancellation import Cancellation
 from millstream.delivery.commit_store import ENTRY_PREFIX, KEY_PREFIX, Checkpoint, CommitStore, WorkerKind
 from millstream.delivery.effects import ISOLATED_SUFFIX, Effects, U, crash_counts_of
+from millstream.delivery.held_entries import HeldEntries
 from millstream.delivery.pause import Pause
 from millstream.delivery.rate_override import RateOverride
-from millstream.errors import GroupMissing, MillstreamError, RedisError, StaleOwner
-from millstream.groups import Batch, Consumer, Group, PendingEntry, delete_if_empty
+from millstream.errors import GroupMissing, MillstreamError, StaleOwner
+from millstream.groups import Batch, Consumer, Group, PendingEntry
 from millstream.handlers.dead_letter import DeadLetter, Reason
 from millstream.redis_client.call import Call
 from millstream.redis_client.client import Client
@@ -188,8 +189,11 @@ class ReliableStream:
         self._on_trimmed = on_trimmed
         self._incarnation = secrets.token_hex(4)
         self._calls = count(1)
+        self._commits = count(1)
+        self.commit_count = 0
+        """How many calls of `commit` of this process have committed entries: another number after each of them."""
         self._committed_by_spark: frozenset[bytes] = frozenset()
-        self._held_since: dict[tuple[bytes, str], float] = {}
+        self._held = HeldEntries(consumer)
         self.claim_room_bytes: Callable[[], int] = lambda: NO_LIMIT
         """Returns how many bytes of entries may be claimed now; one entry may be in any case."""
         self.max_takeover_epoch: int | None = None
@@ -374,13 +378,17 @@ class ReliableStream:
         return self._with_rejoin(lambda: self._claim_stuck(longest_ms, now_ms))
 
     def _claim_stuck(self, longest_ms: float, now_ms: float) -> list[Delivery]:
-        others = [one for one in self._group.pending.entries(count=_WATCHED) if one.consumer != self.consumer]
-        self._held_since = {
-            (one.id, one.consumer): self._held_since.get((one.id, one.consumer), now_ms) for one in others
-        }
-        return self._claim_entries(
-            (one for one in others if now_ms - self._held_since[one.id, one.consumer] > longest_ms), 0
-        )
+        pending = self._group.pending.entries(count=_WATCHED)
+        return self._claim_entries(self._held.find_stuck(pending, longest_ms, now_ms), 0)
+
+    def has_stuck_call(self, *, longest_ms: float, now_ms: float) -> Call[bool]:
+        """Return the call that checks whether `claim_stuck` may find entries, for callers that pipeline many streams."""
+        call = self._group.pending.lowest_call(_WATCHED)
+
+        def has_stuck(reply: Reply) -> bool:
+            return bool(self._held.find_stuck(call.parse(reply), longest_ms, now_ms))
+
+        return Call(call.command, has_stuck, on_error=lambda _: True)
 
     def _claim_entries(self, wanted: Iterable[PendingEntry], idle_ms: int) -> list[Delivery]:
         times = {one.id: one.deliveries for one in wanted}
@@ -483,9 +491,12 @@ class ReliableStream:
         `allow_oom`: even at maxmemory; only for units without effects. May safely be repeated: with the same
         `call_number`, from `new_call_number`, a repetition gets the first reply, if no other call came in between.
         """
-        return self._with_rejoin(
+        refused = self._with_rejoin(
             lambda: self._store.commit({self.stream: units}, allow_oom=allow_oom, call_number=call_number)
         )
+        if len(refused) < len(units):
+            self.commit_count = next(self._commits)
+        return refused
 
     def commit_call(self, units: Sequence[U], call_number: str) -> Call[list[U]]:
         """Return the call that `commit` makes, for callers that pipeline many streams.
@@ -570,6 +581,11 @@ class ReliableStream:
         """
         return self._with_rejoin(lambda: self._store.checkpoint(self.stream))
 
+    def checkpoint_call(self) -> Call[Checkpoint]:
+        """Return the call that `checkpoint` makes, for callers that pipeline many streams. An error reply repeats it."""
+        call = self._store.checkpoint_call(self.stream)
+        return Call(call.command, call.parse, on_error=lambda _: self.checkpoint())
+
     def _with_rejoin(self, step: Callable[[], T]) -> T:
         """Run a step; join again and repeat it if the group is gone, or if other workers had to begin anew."""
         for _ in range(_REJOINS):
@@ -582,18 +598,3 @@ class ReliableStream:
                     raise
             self.join()
         return step()
-
-
-def remove_consumers(client: Client, streams: Iterable[ReliableStream]) -> None:
-    """Remove a worker's consumers from the groups of its streams, except where entries are pending with it.
-
-    Other workers claim those entries. If Redis does not answer, the consumer stays until another worker finds it idle.
-    """
-    by_name: dict[str, list[Group]] = {}
-    for one in streams:
-        by_name.setdefault(one.consumer, []).append(Group(client, one.stream, one.group))
-    for consumer, groups in by_name.items():
-        try:
-            delete_if_empty(client, groups, consumer)
-        except RedisError as error:
-            logger.debug("consumer %s was not removed from its groups: %s; it stays until it is idle", consumer, error)

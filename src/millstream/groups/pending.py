@@ -9,7 +9,7 @@ from millstream.groups.entries import Batch, Id, execute_on, wire_id
 from millstream.redis_client.call import Call
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import from_wire, to_wire
-from millstream.redis_client.resp import Arg, Command
+from millstream.redis_client.resp import Arg, Command, Reply
 
 _FIRST = b"0-0"
 _ASKED_AT_ONCE = 1_000
@@ -97,8 +97,13 @@ class PendingList:
         """
         idle: tuple[Arg, ...] = ("IDLE", min_idle_ms) if min_idle_ms else ()
         holder = () if consumer is None else (to_wire(consumer),)
-        found = self._execute("XPENDING", *self._names, *idle, wire_id(start), wire_id(end), count, *holder)
-        return [PendingEntry(one, from_wire(name), idle_ms, times) for one, name, idle_ms, times in found]
+        return _parse_entries(
+            self._execute("XPENDING", *self._names, *idle, wire_id(start), wire_id(end), count, *holder)
+        )
+
+    def lowest_call(self, count: int) -> Call[list[PendingEntry]]:
+        """Return the call that reads the `count` lowest entries (XPENDING), for callers that pipeline many streams."""
+        return Call(("XPENDING", *self._names, "-", "+", count), _parse_entries)
 
     def has_idle_call(self, min_idle_ms: int) -> Call[bool]:
         """Return the call that checks whether an entry was idle for `min_idle_ms` (XPENDING); an error reply counts as one."""
@@ -192,3 +197,7 @@ class PendingList:
 
     def _execute(self, *command: Arg) -> Any:
         return execute_on(self._client, self._stream, *command)
+
+
+def _parse_entries(reply: Reply) -> list[PendingEntry]:
+    return [PendingEntry(one, from_wire(name), idle_ms, times) for one, name, idle_ms, times in reply]

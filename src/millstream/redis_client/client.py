@@ -19,9 +19,9 @@ import redis
 from redis._parsers import BaseParser
 from redis._parsers.hiredis import NOT_ENOUGH_DATA
 from redis.connection import ConnectionPool
-from redis.exceptions import AskError, MovedError, NoScriptError
+from redis.exceptions import AskError, MovedError, NoScriptError, SlotNotCoveredError
 
-from millstream.clock import SYSTEM_CLOCK, Backoff, Clock
+from millstream.clock import SYSTEM_CLOCK, Backoff, Clock, Every
 from millstream.errors import AccessDenied, ConfigError, RedisError, ScriptMissing, Unavailable, WrongType
 from millstream.redis_client.call import Call
 from millstream.redis_client.deployments import _Route, _SingleNodeRoute, parse_route
@@ -61,6 +61,7 @@ SCAN_START: ScanPosition = (0, b"0")
 _REDIRECTS = 8
 _CALLS_PER_TRIP = 1_000
 _SCAN_PAGE = 1_000
+_UNCOVERED_MS = 1_000.0
 _SKIP = pack_command(("CLIENT", "REPLY", "SKIP"))
 
 
@@ -86,6 +87,7 @@ class Client:
         self._lock = threading.RLock()
         self._connections: dict[int, tuple[ConnectionPool, Any]] = {}
         self._cached_route: _Route | None = None
+        self._uncovered = Every(_UNCOVERED_MS)
 
     def __repr__(self) -> str:
         return f"Client({redact_url(self.url)!r})"
@@ -178,6 +180,22 @@ class Client:
     def execute_on_node_of(self, key: Arg, *command: Arg) -> Reply:
         """Run a keyless command on the primary that has `key`."""
         return self._execute_on(command, self._route_pool(key))
+
+    def execute_on_any_primary(self, *command: Arg) -> Reply:
+        """Run a keyless command on the first primary that is available. Raises the error of the last."""
+        tried: dict[tuple[Any, Any], Unavailable] = {}
+        with self._lock:
+            while True:
+                # An error may have discarded the route, and then the pools are others, perhaps of other primaries.
+                pools = self._translating_errors(lambda: list(self._route.pools()), None)
+                places = {_place(pool): pool for pool in pools}
+                place = next((one for one in places if one not in tried), None)
+                if place is None:
+                    raise [*tried.values()][-1]
+                try:
+                    return self._execute_on(command, places[place])
+                except Unavailable as error:
+                    tried[place] = error
 
     def execute_on_primaries(self, *command: Arg) -> list[tuple[str, Reply]]:
         """Run a keyless command on each primary; return each address (`HOST:PORT`, or a socket's path) with the reply.
@@ -445,10 +463,16 @@ class Client:
             return action()
         except REDIS_ERRORS as error:
             # After a failover only a new connection finds the new primary; in a cluster, only newly read slots do.
-            self.close()
-            if self.is_cluster:
-                self._cached_route = None
+            # A slot without an owner has broken no connection: whether it has one by now is read once a second.
+            if not isinstance(error, SlotNotCoveredError) or self._uncovered.is_due(self._clock.monotonic_ms()):
+                self.close()
+                if self.is_cluster:
+                    self._cached_route = None
             raise translate(error, self.url, command) from error
+
+
+def _place(pool: ConnectionPool) -> tuple[Any, Any]:
+    return pool.connection_kwargs.get("host"), pool.connection_kwargs.get("port")
 
 
 def _address(connection: Any) -> str:

@@ -1,6 +1,7 @@
 """Deployments of Redis: a server, a Sentinel service, a cluster; which connection has which key."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
@@ -11,15 +12,17 @@ import redis
 from redis.backoff import NoBackoff
 from redis.cluster import ClusterNode, RedisCluster
 from redis.connection import Connection, ConnectionPool, parse_url
+from redis.exceptions import RedisClusterException
 from redis.retry import Retry as RedisRetry
 from redis.sentinel import Sentinel
 
 from millstream.errors import ConfigError, Unavailable
 from millstream.redis_client.redaction import redact_url
-from millstream.redis_client.resp import Arg
+from millstream.redis_client.resp import Arg, Node
 from millstream.redis_client.urls import Shard, hosts, split_url, url_of_node
 
 _NO_RETRY: dict[str, Any] = {"protocol": 2, "decode_responses": False, "health_check_interval": 0}
+_OTHER_PRIMARIES = 3
 
 
 class _Route(Protocol):
@@ -65,11 +68,21 @@ class _SingleNodeRoute(_SingleServerRoute):
         raise Unavailable("it does not serve this hash slot (any more)")
 
 
+@contextmanager
+def _reading_slots() -> Iterator[None]:
+    """Translate the error of redis-py where no node owns a slot, as before a cluster is complete."""
+    try:
+        yield
+    except IndexError:  # it takes the first primary
+        raise RedisClusterException("no node of the cluster owns a hash slot") from None
+
+
 class _ClusterRoute:
     """Redis Cluster: one pool per primary, chosen by the key's hash slot."""
 
-    def __init__(self, cluster: RedisCluster) -> None:
-        self._cluster = cluster
+    def __init__(self, nodes: Sequence[Node], settings: Mapping[str, Any]) -> None:
+        with _reading_slots():
+            self._cluster = RedisCluster(startup_nodes=[ClusterNode(*one) for one in nodes], **settings)
 
     def _pool_of(self, node: ClusterNode) -> ConnectionPool:
         pool: ConnectionPool = self._cluster.get_redis_connection(node).connection_pool
@@ -86,12 +99,13 @@ class _ClusterRoute:
         return [self._pool_of(node) for node in sorted(self._cluster.get_primaries(), key=lambda node: str(node.name))]
 
     def on_moved(self) -> None:
-        self._cluster.nodes_manager.initialize()
+        with _reading_slots():
+            self._cluster.nodes_manager.initialize()
 
     def node_pool(self, host: str, port: int) -> ConnectionPool:
         node = self._node(host, port)
         if node is None:
-            self._cluster.nodes_manager.initialize()
+            self.on_moved()
             node = self._node(host, port)
         if node is None:
             raise Unavailable(f"the cluster named {host}:{port}, which is not one of its nodes; try again")
@@ -165,7 +179,10 @@ def parse_route(url: str, timeout_ms: int) -> Callable[[], _Route]:
         raise ConfigError(f"{redact_url(url)!r} is not a Redis URL: {error}") from None
     tls: dict[str, Any] = {"ssl": True} if scheme == "rediss" else {}
     if kind == "cluster":
-        return lambda: _ClusterRoute(RedisCluster(startup_nodes=[ClusterNode(*n) for n in nodes], **settings, **tls))
+        # One primary that is down, or a slot without an owner, keeps no client from the others: redis-py asks the first
+        # primary for its commands, and another one only with retries. They concern no command of ours.
+        settings |= {"require_full_coverage": False, "retry": RedisRetry(NoBackoff(), _OTHER_PRIMARIES)}
+        return lambda: _ClusterRoute(nodes, settings | tls)
     if not service:
         raise ConfigError(f"{redact_url(url)!r}: name the Sentinel service after the hosts, like .../mymaster/0")
     sentinel_settings = {k: v for k, v in settings.items() if k not in ("username", "password", "db", "driver_info")}

@@ -9,7 +9,9 @@ import logging
 import select
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 
+from millstream.clock import SYSTEM_CLOCK, Backoff
 from millstream.errors import AccessDenied, CommandFailed, RedisError, ScriptMissing, Unavailable
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import from_wire, to_wire
@@ -19,6 +21,8 @@ from millstream.redis_client.scripts import with_texts
 logger = logging.getLogger(__name__)
 
 _WINDOW = 500
+_UNTRACKED_MS = 20.0
+_FIRST_REDIAL_MS, _LONGEST_REDIAL_MS = 1_000.0, 60_000.0
 _TRACK: Command = ("CLIENT", "TRACKING", "ON")
 """Where tracking is on this changes nothing, and its reply follows all pending invalidations."""
 
@@ -28,15 +32,20 @@ class KeyTracker:
 
     Where invalidations may be missing, nothing is known of any key: at first, over a new connection, after FLUSHALL,
     when slots have moved; and always where the server does not support tracking, or the ACL forbids it
-    (`client|tracking`), after a warning.
+    (`client|tracking`), after a warning. The keys of a primary of a cluster that cannot be reached are not tracked until
+    it can be.
     """
 
     def __init__(self, client: Client) -> None:
         self._client = client
         self._connections: dict[Node | None, _TrackedConnection] = {}
         self._owners: list[Node | None] = []
+        self._slots: Reply = None  # the ranges of slots and their primaries, as in the reply that `_owners` is of
         self._untracked: set[str] = set()
         self._refused = False
+        self._away: set[Node | None] = set()  # the nodes that could not be reached
+        self._redials = Backoff(_FIRST_REDIAL_MS, _LONGEST_REDIAL_MS)
+        self._redial_due_ms = 0.0
 
     def close(self) -> None:
         """Close its connections; it may be used again."""
@@ -51,7 +60,10 @@ class KeyTracker:
         """
         invalidated, self._untracked = self._untracked, set()
         if not self._refused and self._read_invalidations():
-            return invalidated.union(*(connection.pop_invalidated() for connection in self._connections.values()))
+            found = invalidated.union(*(connection.pop_invalidated() for connection in self._connections.values()))
+            if self._away and self._is_redial_due:
+                self._dial(self._away.copy())
+            return None if self._refused else found
         if not self._refused:
             self._connect()
         return None
@@ -64,18 +76,17 @@ class KeyTracker:
     def wait(self, timeout_ms: float) -> bool:
         """Wait up to `timeout_ms` milliseconds for an invalidation or a broken connection; whether there was one.
 
-        Returns at once where keys count as changed, or nothing is known. `changed` returns the keys.
+        Returns at once where nothing is known, and True after 20 milliseconds where keys could not be tracked, and so
+        count as changed: the caller reads these again and again. `changed` returns the keys.
         """
-        if (
-            self._untracked
-            or not self._connections
-            or any(connection.has_invalidations for connection in self._connections.values())
-        ):
+        if not self._connections or any(connection.has_invalidations for connection in self._connections.values()):
             return True
+        if self._untracked:
+            timeout_ms = min(timeout_ms, _UNTRACKED_MS)
         poller = select.poll()
         for connection in self._connections.values():
             poller.register(connection.fileno(), select.POLLIN)
-        return bool(poller.poll(timeout_ms))
+        return bool(poller.poll(timeout_ms) or self._untracked)
 
     def read_each(self, command: Sequence[str], keys: Iterable[str]) -> Iterator[tuple[str, Reply]]:
         """Send the read command `command` for each key: see `read`."""
@@ -85,24 +96,44 @@ class KeyTracker:
         """Send a read command about each key; yield key and reply, errors among them, in any order.
 
         A key that cannot be read over the tracked connections, as during a slot migration, is read through the client,
-        and counts as changed. A script that the server lacks is sent with its text. Raises Unavailable if a connection
-        breaks; then discard all replies.
+        and counts as changed. Where that is Unavailable, too, the error is the reply, and the caller has to read the key
+        again: it does not count as changed. A script that the server lacks is sent with its text. Raises Unavailable if
+        a tracked connection breaks, or the only server is away; then discard all replies.
         """
-        elsewhere: list[str] = []
+        elsewhere: dict[Node | None, list[str]] = {}
         for node, batch in self._by_node(commands).items():
             connection = self._connections.get(node)
             if connection is None:
-                elsewhere += batch
+                elsewhere[node] = batch
                 continue
             for key, reply in _read_over(connection, {key: commands[key] for key in batch}):
                 if isinstance(reply, Unavailable):
-                    elsewhere.append(key)
+                    elsewhere.setdefault(node, []).append(key)
                 else:
                     yield key, reply
-        self._untracked.update(elsewhere)
-        for start in range(0, len(elsewhere), _WINDOW):
-            batch = elsewhere[start : start + _WINDOW]
-            yield from zip(batch, self._client.pipeline([commands[key] for key in batch]), strict=True)
+        for node, batch in elsewhere.items():
+            yield from self._read_elsewhere(node, {key: commands[key] for key in batch})
+
+    def _read_elsewhere(self, node: Node | None, commands: Mapping[str, Command]) -> Iterator[tuple[str, Reply]]:
+        """Send these commands through the client. `node`: the primary of their keys, as far as known."""
+        left = list(commands)
+        self._untracked.update(left)  # also those that are not read, if an error is raised
+        while left:
+            batch, left = left[:_WINDOW], left[_WINDOW:]
+            replies: list[Reply]
+            try:
+                replies = self._client.pipeline([commands[key] for key in batch])
+            except Unavailable as error:
+                if not self._client.is_cluster:
+                    raise
+                batch, left = [*batch, *left], []  # of the same server
+                replies = [error] * len(batch)
+            else:
+                if node in self._away:
+                    self._redial_due_ms = min(self._redial_due_ms, SYSTEM_CLOCK.monotonic_ms() + _FIRST_REDIAL_MS)
+            found = list(zip(batch, replies, strict=True))
+            self._untracked.difference_update([key for key, reply in found if isinstance(reply, Unavailable)])
+            yield from found
 
     def _by_node(self, keys: Iterable[str]) -> dict[Node | None, list[str]]:
         if not self._owners:
@@ -114,21 +145,45 @@ class KeyTracker:
 
     def _connect(self) -> None:
         self.close()
-        self._owners = slot_owners(self._client.execute("CLUSTER", "SLOTS")) if self._client.is_cluster else []
-        try:
-            for node in set(self._owners) or {None}:
-                connection = self._connections[node] = _TrackedConnection(
-                    self._client.dial(node), self._client.timeout_ms
-                )
-                for reply in list(connection.request([("HELLO", "3"), _TRACK])):
-                    raise_if_error(reply)
-        except (AccessDenied, CommandFailed) as error:
-            self._refused = True
-            self.close()
-            logger.warning("CLIENT TRACKING is unavailable: %s; polling every stream instead", error)
-        except RedisError:
-            self.close()
-            raise
+        nodes: set[Node | None] = {None}
+        if self._client.is_cluster:
+            reply = self._client.execute_on_any_primary("CLUSTER", "SLOTS")
+            self._owners, self._slots = slot_owners(reply), _primaries_of(reply)
+            nodes = set(self._owners) - {None}
+        self._away &= nodes
+        self._dial(nodes if self._is_redial_due or nodes == self._away else nodes - self._away)
+
+    @property
+    def _is_redial_due(self) -> bool:
+        return SYSTEM_CLOCK.monotonic_ms() >= self._redial_due_ms
+
+    def _dial(self, nodes: AbstractSet[Node | None]) -> None:
+        """Open a tracked connection to each of these nodes. Raises RedisError if there is none to any node then."""
+        failed: Unavailable | None = None
+        for node in nodes:
+            try:
+                self._connections[node] = _open(self._client, node)
+            except Unavailable as error:
+                failed = error
+                self._away.add(node)
+            except (AccessDenied, CommandFailed) as error:
+                self._refused = True
+                self.close()
+                logger.warning("CLIENT TRACKING is unavailable: %s; polling every stream instead", error)
+                return
+            except RedisError:
+                self.close()
+                raise
+            else:
+                self._away.discard(node)
+        if failed is None:
+            if not self._away:
+                self._redials.reset()
+            return
+        self._redial_due_ms = SYSTEM_CLOCK.monotonic_ms() + self._redials.next_ms()
+        if not self._connections:
+            raise failed
+        logger.info("the keys of %d nodes are not tracked: %s; reconnecting later", len(self._away), failed)
 
     def _read_invalidations(self) -> bool:
         """Read pending invalidations; False if some may be missing."""
@@ -141,8 +196,28 @@ class KeyTracker:
             logger.info("lost a tracked connection: %s; reconnecting", error)
             return False
         if self._owners:
-            return all(isinstance(reply, list) and slot_owners(reply) == self._owners for reply in replies)
+            return all(isinstance(reply, list) and self._has_same_owners(reply) for reply in replies)
         return replies == [b"OK"]
+
+    def _has_same_owners(self, reply: Sequence[Reply]) -> bool:
+        """Whether CLUSTER SLOTS shows the owners that are known: to compare those of 16,384 slots takes a millisecond."""
+        return _primaries_of(reply) == self._slots or slot_owners(reply) == self._owners
+
+
+def _primaries_of(reply: Sequence[Reply]) -> Reply:
+    """The ranges of slots of a reply to CLUSTER SLOTS, each with its primary, in order."""
+    return sorted([first, last, *primary[:2]] for first, last, primary, *_ in reply)
+
+
+def _open(client: Client, node: Node | None) -> "_TrackedConnection":
+    connection = _TrackedConnection(client.dial(node), client.timeout_ms)
+    try:
+        for reply in list(connection.request([("HELLO", "3"), _TRACK])):
+            raise_if_error(reply)
+    except RedisError:
+        connection.close()
+        raise
+    return connection
 
 
 def _read_over(connection: "_TrackedConnection", commands: Mapping[str, Command]) -> Iterator[tuple[str, Reply]]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from millstream.clock import Clock
+from millstream.errors import Unavailable
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_tracking import KeyTracker
 from millstream.redis_client.resp import Command, Reply
@@ -30,6 +31,7 @@ class ChangedStreams:
         self._keys: dict[str, Sequence[str]] = {}
         self._names: dict[str, str] = {}
         self._round_robin = RoundRobin()
+        self._unread: set[str] = set()
         self._sweep_due_ms = 0.0
 
     def close(self) -> None:
@@ -58,7 +60,8 @@ class ChangedStreams:
             return list(self._keys)
         found = {*new, *(self._names[key] for key in changed if key in self._names)}
         if is_sweep_due:
-            found |= self._keys.keys() & self._round_robin.next_names(self._keys)
+            found |= self._keys.keys() & {*self._round_robin.next_names(self._keys), *self._unread}
+            self._unread.clear()
         return list(found)
 
     def _follow(self, streams: set[str]) -> list[str]:
@@ -79,10 +82,13 @@ class ChangedStreams:
     def query(self, commands: Mapping[str, Command]) -> Iterator[tuple[str, Reply]]:
         """Send a read command about keys of each of these streams; yield stream and reply, errors too, in any order.
 
-        Raises Unavailable: then `find` returns all streams again.
+        Raises Unavailable: then `find` returns all streams again. Where it is the reply, as one server of a cluster is
+        away, `find` returns the stream again at its next sweep: its keys are not tracked.
         """
         names = {self._keys_of_known(name)[0]: name for name in commands}
         for key, reply in self._tracker.read({key: commands[name] for key, name in names.items()}):
+            if isinstance(reply, Unavailable):
+                self._unread.add(names[key])
             yield names[key], reply
 
     def _keys_of_known(self, name: str) -> Sequence[str]:

@@ -16,9 +16,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from millstream.clock import SYSTEM_CLOCK, Backoff, Clock
+from millstream.delivery.consumer_removal import remove_consumers
 from millstream.delivery.delayed_messages import DelayedMessages
 from millstream.delivery.output_check import check_output
-from millstream.delivery.reliable_stream import Delivery, remove_consumers
+from millstream.delivery.reliable_stream import Delivery
 from millstream.errors import (
     ConfigError,
     GroupMissing,

@@ -11,10 +11,11 @@ from millstream.admin.handler_figures import HandlerFigures, add_figures
 from millstream.admin.server_checks import warn_of_data_loss
 from millstream.clock import SYSTEM_CLOCK
 from millstream.delivery.commit_store import CommitStore
+from millstream.delivery.consumer_removal import remove_consumers
 from millstream.delivery.delayed_messages import DelayedMessages
 from millstream.delivery.keyed_stream import KeyedStream, KeyLease, LeaseRelease, queue_of_key
 from millstream.delivery.permits import Permits
-from millstream.delivery.reliable_stream import Delivery, ReliableStream, remove_consumers
+from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.delivery.run_times import report_run_times
 from millstream.errors import ConfigError
 from millstream.handlers.dead_letter import DeadLetter

@@ -9,10 +9,10 @@ from millstream.errors import RedisError
 from millstream.groups import Consumer
 from millstream.worker.context import WorkerContext
 from millstream.worker.fetching.fetcher import Fetcher
+from millstream.worker.fetching.poll_wait import PollWait
 from millstream.worker.fetching.rate_limit import Permit
 from millstream.worker.fetching.read_plan import ReadPlan, ReadScheduler
 
-_IDLE_WAIT_MS = 20.0
 _MIN_STREAMS, _MAX_STREAMS = 2, 64
 _SMALL_READ_BYTES = 2**20
 _BLOCKING_COUNT = 4
@@ -24,7 +24,7 @@ class EntryFetcher(Fetcher[ReliableStream]):
 
     The size of undelivered entries is unknown. So a script reads them and stops when no more bytes fit, and of many
     streams only a few are read in one round trip. The fetcher blocks for new entries only when all streams are empty,
-    and then reads few.
+    and then reads few. On Redis Cluster it cannot block on several streams: it polls them.
     """
 
     def __init__(self, context: WorkerContext, streams: Mapping[str, ReliableStream]) -> None:
@@ -34,6 +34,7 @@ class EntryFetcher(Fetcher[ReliableStream]):
         self._mean_bytes: int | None = None
         self._streams_per_trip = _MIN_STREAMS
         self._empty_until_ms = 0.0
+        self._poll_wait = PollWait(self._policy.sweep_ms)
 
     def fetch(self, room: int, stopping: threading.Event) -> None:
         """See Fetcher."""
@@ -54,8 +55,10 @@ class EntryFetcher(Fetcher[ReliableStream]):
         else:
             found, is_whole = self._read_now(plan)
             self._in_flight.on_fetched(len(plan.used_up(found)), 1)
-            if plan.may_wait and not (found or can_wait):
-                stopping.wait(min(_IDLE_WAIT_MS, permit.until_ms) / 1000)
+            if found:
+                self._poll_wait.reset()
+            elif plan.may_wait and not can_wait:
+                stopping.wait(min(self._poll_wait.next_ms(len(plan.counts)), permit.until_ms) / 1000)
         # The next read of all may bring an entry of each, so it follows at once only if there is room for these.
         self._scheduler.on_read(plan, found, may_repeat=is_whole and self._affordable() >= len(plan.counts))
         self._loop_metrics.on_polled(sum(found.values()))

@@ -13,13 +13,13 @@ from millstream.redis_client.key_names import from_wire, hints_key, to_wire
 from millstream.worker.changed_streams import ChangedStreams
 from millstream.worker.context import WorkerContext
 from millstream.worker.fetching.pipelined_key_fetcher import PipelinedKeyFetcher
+from millstream.worker.fetching.poll_wait import POLL_MS, PollWait
 from millstream.worker.timers import DelayQueue
 
 _AT_ONCE = 100
 _MOST_HINTS = 10_000
 _IDLE_POLL_MS_EACH = 2.5
 _SWEEP_MS_EACH = 5.0
-_POLL_MS = 20.0
 
 
 class ReadyHints:
@@ -55,7 +55,8 @@ class HintedKeyFetcher(PipelinedKeyFetcher):
 
     It blocks on the hints, and on the wake-up lists of active streams: those known to have entries in key queues. The
     other streams are idle: the fetcher queries those for entries that key tracking reports as changed. Without key
-    tracking it queries a fixed number of them a second.
+    tracking it queries a fixed number of them a second. On Redis Cluster it blocks on the hints alone, and polls those
+    wake-up lists that key tracking reports as changed.
     """
 
     def __init__(
@@ -67,10 +68,17 @@ class HintedKeyFetcher(PipelinedKeyFetcher):
         self._idle = DelayQueue[str]()
         self._changed = ChangedStreams(self._client, self._clock, self._queue_keys)
         self._changes_due_ms = 0.0
+        self._notified: ChangedStreams | None = None  # one command cannot block on keys of several slots
+        if self._client.is_cluster:
+            self._notified = ChangedStreams(self._client, self._clock, lambda name: (self._active[name],))
+        self._poll_wait = PollWait(self._policy.sweep_ms)
+        self._poll_due_ms = 0.0
 
     def close(self) -> None:
         """See Fetcher."""
         self._changed.close()
+        if self._notified is not None:
+            self._notified.close()
 
     def fetch(self, room: int, stopping: threading.Event) -> None:
         """See Fetcher."""
@@ -100,6 +108,9 @@ class HintedKeyFetcher(PipelinedKeyFetcher):
         else:
             self._active.pop(name, None)
             self._idle.put(name, now_ms + self._idle_poll_ms)
+        if leased.leases:  # the commits may soon notify of more
+            self._poll_wait.reset()
+            self._poll_due_ms = min(self._poll_due_ms, now_ms + POLL_MS)
         if leased.unfit_bytes:
             self._in_flight.oversized_bytes = leased.unfit_bytes
             self._with_oversized.append(name)
@@ -142,18 +153,26 @@ class HintedKeyFetcher(PipelinedKeyFetcher):
         self._loop_metrics.on_polled(0)
         if self._query_idle(now_ms):
             return
-        wait_ms = max(1.0, min(self._policy.block_ms, self._delay_queue.wait_ms(now_ms), self._idle.wait_ms(now_ms)))
+        wait_ms = min(self._policy.block_ms, self._delay_queue.wait_ms(now_ms), self._idle.wait_ms(now_ms))
         wake_keys = {to_wire(key): name for name, key in self._active.items()}
-        if self._client.is_cluster and wake_keys:  # one command cannot block on keys of several slots
-            self._poll(wake_keys, now_ms)
-            wait_ms, wake_keys = min(wait_ms, _POLL_MS), {}
-        found = self._client.execute("BLPOP", self._hints.key, *wake_keys, math.ceil(wait_ms) / 1000)
+        if self._notified is not None and wake_keys:
+            if now_ms >= self._poll_due_ms and self._poll(self._notified, now_ms):
+                return
+            wait_ms, wake_keys = min(wait_ms, self._poll_due_ms - now_ms), {}
+        found = self._client.execute("BLPOP", self._hints.key, *wake_keys, math.ceil(max(1.0, wait_ms)) / 1000)
         if found:
             key, name = found
             self._delay_queue.put(wake_keys.get(key) or from_wire(name), now_ms)
 
-    def _poll(self, wake_keys: dict[bytes, str], now_ms: float) -> None:
-        replies = self._client.pipeline([("EXISTS", key) for key in wake_keys])
-        for name, reply in zip(wake_keys.values(), replies, strict=True):
-            if reply:
+    def _poll(self, notified: ChangedStreams, now_ms: float) -> bool:
+        """Query the wake-up lists of active streams that have changed; return True if one has an element."""
+        active, is_untracked = list(self._active), self._changed.refused or notified.refused
+        found = False
+        for name, reply in notified.exists(active if is_untracked else notified.find(active)):
+            if reply:  # also an error: leasing will report it
+                found = True
                 self._delay_queue.put(name, now_ms)
+        if found:
+            self._poll_wait.reset()
+        self._poll_due_ms = now_ms + self._poll_wait.next_ms(len(active) if is_untracked else 1)
+        return found

@@ -10,6 +10,7 @@ from millstream.delivery.reliable_stream import Delivery
 from millstream.redis_client.key_names import to_wire
 from millstream.worker.context import WorkerContext
 from millstream.worker.fetching.fetcher import Fetcher
+from millstream.worker.fetching.poll_wait import PollWait
 from millstream.worker.fetching.rate_limit import Permit
 from millstream.worker.running.losses import isolated_after
 
@@ -21,7 +22,6 @@ class WakeUp(Protocol):
         """Note that this stream may have keys to lease."""
 
 
-_IDLE_S = 0.02
 _SWEEP_MS_EACH = 1.0
 
 
@@ -74,12 +74,16 @@ class LeaseFetcher(Fetcher[KeyedStream]):
 
 
 class KeyFetcher(LeaseFetcher):
-    """Leases keys of streams that other workers work on, too; blocks in Redis until a stream may have ready keys."""
+    """Leases keys of streams that other workers work on, too; blocks in Redis until a stream may have ready keys.
+
+    On Redis Cluster it cannot block on several streams: it polls their wake-up lists.
+    """
 
     def __init__(self, context: WorkerContext, streams: Mapping[str, KeyedStream]) -> None:
         super().__init__(context, streams)
         self._due_ms: dict[str, float] = {}
         self._round = 0
+        self._poll_wait = PollWait(self._policy.sweep_ms)
 
     def fetch(self, room: int, stopping: threading.Event) -> None:
         """See Fetcher."""
@@ -96,7 +100,9 @@ class KeyFetcher(LeaseFetcher):
             if leased < room and not self._in_flight.oversized_bytes:
                 leased += self._lease_from(self._streams[name], room - leased, permit.counts[name])
         self._in_flight.on_fetched(leased, room)
-        if not (leased or self._in_flight.oversized_bytes):
+        if leased:
+            self._poll_wait.reset()
+        elif not self._in_flight.oversized_bytes:
             self._block(list(permit.counts), permit.until_ms, stopping)
 
     def _lease_from(self, stream: KeyedStream, queues: int, count: int) -> int:
@@ -121,11 +127,14 @@ class KeyFetcher(LeaseFetcher):
         now_ms = self._clock.monotonic_ms()
         due_ms = min(self._due_ms.get(name, now_ms) for name in names)
         wait_ms = max(1.0, min(self._policy.block_ms, until_ms, due_ms - now_ms))
-        if self._client.is_cluster and len(names) > 1:  # one command cannot block on keys of several slots
-            stopping.wait(min(wait_ms / 1000, _IDLE_S))
-            self._due_ms.clear()
-            return
         wake_keys = {to_wire(self._context.keys_of(name).notify): name for name in names}
+        if self._client.is_cluster and len(names) > 1:  # one command cannot block on keys of several slots
+            stopping.wait(min(wait_ms, self._poll_wait.next_ms(len(names))) / 1000)
+            replies = self._client.pipeline([("EXISTS", key) for key in wake_keys])
+            for name, reply in zip(wake_keys.values(), replies, strict=True):
+                if reply:  # also an error: leasing will report it
+                    self._due_ms.pop(name, None)
+            return
         found = self._client.execute("BLPOP", *wake_keys, math.ceil(wait_ms) / 1000)
         if found:
             self._due_ms.pop(wake_keys[found[0]], None)

@@ -10,7 +10,7 @@ from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import from_wire
 from millstream.redis_client.resp import Arg
 from millstream.worker.context import WorkerContext
-from millstream.worker.fetching.key_fetcher import _IDLE_S
+from millstream.worker.fetching.poll_wait import PollWait
 from millstream.worker.fetching.router_role import ROLE_MS, RouterRole
 from millstream.worker.stream_exclusion import concerns_one_stream, exclude_on_error
 
@@ -47,6 +47,7 @@ class KeyRouter:
         self._with_new: set[str] = set()
         self._check_all_due_ms = 0.0
         self._poll_due_ms = 0.0
+        self._poll_wait = PollWait(min(self._policy.sweep_ms, ROLE_MS / 3))
         self._failures = 0
         self.streams: dict[str, KeyedStream] = {}
         """Streams to route, each on a connection for routing; other threads add and remove some."""
@@ -79,7 +80,9 @@ class KeyRouter:
                 not_full = [one for one in mine if one.stream not in self._full]
                 if not self._with_new:
                     self._wait(not_full, stopping)
-                elif self._clock.monotonic_ms() >= self._poll_due_ms and not self._client.is_cluster:
+                    continue
+                self._poll_wait.reset()
+                if self._clock.monotonic_ms() >= self._poll_due_ms and not self._client.is_cluster:
                     self._poll(not_full)  # a stream that always has new entries must not hide the others
             except Unavailable as error:
                 if self._role is not None:
@@ -183,7 +186,8 @@ class KeyRouter:
 
     def _wait(self, mine: Sequence[KeyedStream], stopping: threading.Event) -> None:
         if not mine or (self._client.is_cluster and len(mine) > 1):
-            stopping.wait(_IDLE_S if mine else self._policy.sweep_ms / 1000)
+            wait_ms = self._poll_wait.next_ms(len(mine)) if mine else self._policy.sweep_ms
+            stopping.wait(wait_ms / 1000)
             self._with_new = {one.stream for one in mine}
             return
         self._poll(mine, "BLOCK", min(self._policy.block_ms, ROLE_MS // 3))

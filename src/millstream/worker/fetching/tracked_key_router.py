@@ -218,6 +218,11 @@ class TrackedKeyRouter(KeyRouter):
         more: list[str] = []
         for stream, count, read in zip(streams, counts, reads, strict=True):
             reply = replies[stream.stream]
+            if isinstance(reply, Unavailable):  # its key is not tracked, even if the server answers by now
+                self._delay(stream.stream, self._policy.sweep_ms)
+                if self._client.is_cluster:  # each further read might wait for that server
+                    stream.on_failed_read()
+                    continue
             if read is None or isinstance(reply, Exception):
                 one_by_one.append(stream)
                 continue

@@ -5,13 +5,14 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from queue import Empty, SimpleQueue
 from typing import Literal
 
 from millstream.balancer import Balancer, BalancerPolicy, Lease, StreamAdded, StreamDisowned, Terminated
 from millstream.balancer.protocol import announce_all, claim_service, record_stream_error
+from millstream.delivery.consumer_removal import remove_consumers
 from millstream.delivery.keyed_stream import KeyedStream
-from millstream.delivery.reliable_stream import remove_consumers
 from millstream.errors import (
     AccessDenied,
     ConfigError,
@@ -29,6 +30,7 @@ from millstream.redis_client.pipelining import server_time_us
 from millstream.worker.context import WorkerContext
 from millstream.worker.ordering.by_key import ByKey
 from millstream.worker.ordering.ordering import BackgroundLoop, S, existing_streams
+from millstream.worker.settling.repeated_warnings import RepeatedWarnings
 from millstream.worker.stream_exclusion import concerns_one_stream
 
 logger = logging.getLogger(__name__)
@@ -38,6 +40,8 @@ _SETTLE_MS = 2_000.0
 _LONGEST_LEASE_MS = 10_000
 _LOOKUPS_AT_ONCE = 1_000
 _LONGEST_RETRY_MS = 30_000.0
+_LONGEST_UNAVAILABLE_MS, _UNAVAILABLE_MS_EACH = 5_000.0, 5.0
+_RETRIES_MS = 500.0
 
 
 def service_of(handler: Handler) -> str:
@@ -47,7 +51,11 @@ def service_of(handler: Handler) -> str:
 
 @dataclass(slots=True)
 class _ExcludedStream:
-    """A stream leased to this worker that it cannot work on; `due_ms`: when to retry, by the worker's clock."""
+    """A stream leased to this worker that it cannot work on.
+
+    * `why`: the reported reason; "" if there is none, as its server was unavailable
+    * `due_ms`: when to retry, by the worker's clock; `wait_ms`: how long it waits until then
+    """
 
     lease: Lease
     why: str
@@ -82,6 +90,7 @@ class ByStream(ByKey):
         self._invalid_names: set[str] = set()
         self._excluded: dict[str, _ExcludedStream] = {}
         self._stream_errors: SimpleQueue[tuple[str, MillstreamError]] = SimpleQueue()
+        self._warnings = RepeatedWarnings(logger, c)
 
     def _make_stream(
         self, kind: Callable[..., S], client: Client, name: str, start: Literal["earliest", "latest"]
@@ -139,9 +148,10 @@ class ByStream(ByKey):
     def _follow_leases(self, stopping: threading.Event) -> None:
         """Start and stop work on streams as leases begin and end. Raises ConfigError, RedisError except Unavailable."""
         while not stopping.is_set():
-            match self._balancer.next(_POLL_S):
+            notice = self._balancer.next(_POLL_S)
+            match notice:
                 case StreamAdded(lease=lease):
-                    self._start_stream(lease, stopping)
+                    self._start_stream(lease)
                 case StreamDisowned(lease=lease, why=why):
                     self._stop_stream(lease, release=why == "rebalanced")
                 case Terminated(error=error) if not stopping.is_set():
@@ -149,26 +159,25 @@ class ByStream(ByKey):
                         f"{self._context.handler.label} has lost its stream leases; restart the worker"
                     )
             self._exclude_failed()
-            self._retry_excluded()
+            if notice is None:  # changes of leases come first: a retry may wait long for a server that hangs
+                self._retry_excluded()
             self._forget_former()
         self._balancer.close()
 
-    def _start_stream(self, lease: Lease, stopping: threading.Event) -> None:
-        name, client = lease.stream, self._context.client
+    def _start_stream(self, lease: Lease) -> None:
+        name = lease.stream
         self._former_since_ms.pop(name, None)
         self._excluded.pop(name, None)
         # This worker may lease the stream again before its last run on it has ended.
         join = self._resume_stream if name in self.streams else self.join
         try:
-            client.retry_while_unavailable(
-                lambda: join(name), what=self._context.handler.label, give_up=stopping.is_set
-            )
-            self._ready_streams.put(name)  # the former owner may have routed entries already
+            join(name)
+        except Unavailable as error:
+            self._postpone(lease, error)
         except (ConfigError, WrongType, AccessDenied) as error:
             self._exclude(lease, error)
-        except Unavailable:
-            if not stopping.is_set():
-                raise
+        else:
+            self._ready_streams.put(name)  # the former owner may have routed entries already
 
     def _exclude_failed(self) -> None:
         """Exclude the streams on which another thread has met an error."""
@@ -178,6 +187,17 @@ class ByStream(ByKey):
                 lease = self._balancer.lease(name)
                 if lease is not None and name not in self._excluded and name not in self._former_since_ms:
                     self._exclude(lease, error)
+
+    def _postpone(self, lease: Lease, error: Unavailable) -> None:
+        """Keep the lease, and retry: perhaps only the server of this stream is unavailable, or short of memory."""
+        known = self._excluded.get(lease.stream)
+        wait_ms, why = float(self._context.policy.sweep_ms), ""
+        if known is not None:
+            longest_ms = max(_LONGEST_UNAVAILABLE_MS, _UNAVAILABLE_MS_EACH * len(self._excluded), known.wait_ms)
+            wait_ms, why = min(2 * known.wait_ms, longest_ms, _LONGEST_RETRY_MS), known.why
+        due_ms = self._context.clock.monotonic_ms() + wait_ms
+        self._excluded[lease.stream] = _ExcludedStream(lease=lease, why=why, wait_ms=wait_ms, due_ms=due_ms)
+        self._warnings.warn("cannot work on stream %r yet: %s; retrying", lease.stream, error)
 
     def _exclude(self, lease: Lease, error: MillstreamError) -> None:
         """Keep the lease, so that no other worker meets the same error, and retry. Raises errors of all streams."""
@@ -223,26 +243,35 @@ class ByStream(ByKey):
             logger.debug("cannot report the error of stream %r: %s", lease.stream, error)
 
     def _retry_excluded(self) -> None:
-        """Work on excluded streams again, if that is possible by now."""
+        """Work on excluded streams again, if that is possible by now; those with the shortest waits first."""
         now_ms = self._context.clock.monotonic_ms()
-        due = [name for name, one in self._excluded.items() if one.due_ms <= now_ms]
+        due = sorted([one for one in self._excluded.values() if one.due_ms <= now_ms], key=attrgetter("wait_ms"))
         busy = {lease.stream.stream for lease in self._context.in_flight.leases.copy()} if due else set()
-        for name in due:
+        is_back = False
+        for one in due:
+            name = one.lease.stream
             if name in busy:  # until its lease expires, at the latest
                 continue
-            lease = self._excluded[name].lease
+            if self._context.clock.monotonic_ms() - now_ms > _RETRIES_MS:
+                break
             self.streams.pop(name, None)
             try:
                 self.join(name)
-            except Unavailable:
-                return
+            except Unavailable as error:
+                self._postpone(one.lease, error)
             except (ConfigError, WrongType, AccessDenied) as error:
-                self._exclude(lease, error)
+                self._exclude(one.lease, error)
             else:
+                is_back = True
                 del self._excluded[name]
                 self._ready_streams.put(name)
-                self._report_error(lease, None)
-                logger.warning("handler %s processes stream %r again", self._context.handler.label, name)
+                if one.why:
+                    self._report_error(one.lease, None)
+                    logger.warning("handler %s processes stream %r again", self._context.handler.label, name)
+        if is_back:  # so may be the servers of others, or it is the same one
+            for one in self._excluded.values():
+                if not one.why:
+                    one.due_ms = now_ms
 
     def _resume_stream(self, name: str) -> None:
         self.streams[name].leaving = False

@@ -1,16 +1,24 @@
 """ClaimRenewer: renews claims on entries in flight, and checkpoints progress."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
+from millstream.clock import Every
+from millstream.delivery.commit_store import Checkpoint
 from millstream.delivery.effects import Effects
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
+from millstream.errors import RedisError
 from millstream.handlers.attempt import DeadLettered, RetryLater, timed_out
 from millstream.worker.context import WorkerContext
 from millstream.worker.settling.idle_claims import IdleClaimer
 from millstream.worker.settling.repeated_warnings import RepeatedWarnings
+from millstream.worker.settling.stream_calls import Step, ask_all, query_by
+from millstream.worker.timers import RoundRobin
 
 logger = logging.getLogger(__name__)
+
+_SWEEP_MS = 1_000.0
 
 
 class ClaimRenewer:
@@ -34,6 +42,9 @@ class ClaimRenewer:
         self._release = release
         self._warnings = RepeatedWarnings(logger, context)
         self._idle_claimer = IdleClaimer(context, streams)
+        self._recorded: dict[str, int] = {}
+        """The `commit_count` of each stream, as of its last checkpoint."""
+        self._round_robin, self._sweep = RoundRobin(), Every(_SWEEP_MS)
 
     def release_surplus(self) -> None:
         """See Renewer: releases what waits for the end of a run in isolation, which may take as long as the handler's time limit."""
@@ -44,23 +55,40 @@ class ClaimRenewer:
         """See Renewer: adds these entries to flight. Skips a paused stream; it is done when the stream resumes."""
         self._idle_claimer.recover(stream)
 
-    def maintain(self, stream: ReliableStream, *, renews: bool, has_committed: bool) -> bool:
-        """See Renewer: claims the entries of workers that seem stuck, too, and records progress as a checkpoint."""
+    def further_steps(self, streams: Sequence[ReliableStream], *, renews: bool) -> Iterator[Step]:
+        """See Renewer: claims the entries of workers that seem stuck, and records progress as checkpoints."""
+        by_name = {one.stream: one for one in streams}
         if renews:
-            self.renew(stream)
-            if not stream.paused:
-                self._idle_claimer.claim_stuck(stream)
-        return self._checkpoint(stream) if has_committed else True
+            yield from self._idle_claimer.claim_stuck(by_name)
+        yield from self._checkpoints(by_name)
 
-    def _checkpoint(self, stream: ReliableStream) -> bool:
-        checkpoint = stream.checkpoint()
-        if checkpoint == "too many":
+    def _checkpoints(self, streams: Mapping[str, ReliableStream]) -> Iterator[Step]:
+        """Yield a checkpoint of each stream that has none since this worker has committed there, or joined it.
+
+        And of a few others in any case: a worker that has committed there may have ended before its checkpoint.
+        """
+        is_due = self._sweep.is_due(self._context.clock.monotonic_ms())
+        some: set[str] = set(self._round_robin.next_names(streams)) if is_due else set()
+        due = {
+            name: one for name, one in streams.items() if name in some or self._recorded.get(name) != one.commit_count
+        }
+        counts = {name: one.commit_count for name, one in due.items()}  # what is committed from now on needs another
+        calls = {name: one.checkpoint_call() for name, one in due.items()}
+        for name, checkpoint in ask_all(calls, query_by(self._context.client)):
+            yield due[name], partial(self._record, due[name], counts[name], checkpoint)
+
+    def _record(self, stream: ReliableStream, count: int, checkpoint: Callable[[], Checkpoint | RedisError]) -> None:
+        outcome = checkpoint()
+        if outcome == "noted":
+            self._recorded[stream.stream] = count
+            if self._context.policy.trim:
+                stream.trim()  # it may have acknowledged entries
+        elif outcome == "too many":
             self._warnings.warn(
                 "cannot checkpoint %s: too many entries are pending, so the key offsets in Redis grow until there are "
                 "fewer; run fewer workers at once, or use a smaller prefetch",
                 stream.stream,
             )
-        return checkpoint == "noted"
 
     def claim_idle(self) -> bool:
         """See Renewer."""

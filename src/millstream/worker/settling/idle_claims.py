@@ -2,14 +2,16 @@
 
 import threading
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
-from millstream.errors import Unavailable
+from millstream.errors import RedisError, Unavailable
 from millstream.handlers.handler import Handler
 from millstream.worker.context import WorkerContext
 from millstream.worker.policy import TIME_LIMIT_GRACE_MS, WorkerPolicy
 from millstream.worker.running.losses import isolated_after, loss_retry
+from millstream.worker.settling.stream_calls import Step, ask_all, query_by
 
 _CLAIMED_AT_ONCE = 100
 _ASKED_AT_ONCE = 100
@@ -73,11 +75,20 @@ class IdleClaimer:
             return asked
         return [one for one, may_claim in zip(asked, replies, strict=True) if may_claim]
 
-    def claim_stuck(self, stream: ReliableStream) -> None:
-        """Claim the entries of workers that renew their claims but seem stuck."""
-        with self._claim_lock:
-            now_ms = self._clock.monotonic_ms()
-            self._add_in_flight(stream.claim_stuck(longest_ms=self._longest_in_flight_ms, now_ms=now_ms), delays=False)
+    def claim_stuck(self, streams: Mapping[str, ReliableStream]) -> Iterator[Step]:
+        """Yield the steps that claim the entries of workers that renew their claims but seem stuck."""
+        asked = {name: one for name, one in streams.items() if not one.paused}
+        times = {"longest_ms": self._longest_in_flight_ms, "now_ms": self._clock.monotonic_ms()}
+        calls = {name: one.has_stuck_call(**times) for name, one in asked.items()}
+        for name, has_stuck in ask_all(calls, query_by(self._context.client)):
+            yield asked[name], partial(self._claim_stuck, asked[name], has_stuck)
+
+    def _claim_stuck(self, stream: ReliableStream, has_stuck: Callable[[], bool | RedisError]) -> None:
+        if has_stuck():
+            with self._claim_lock:
+                now_ms = self._clock.monotonic_ms()
+                claimed = stream.claim_stuck(longest_ms=self._longest_in_flight_ms, now_ms=now_ms)
+                self._add_in_flight(claimed, delays=False)
 
     def _claim(self, stream: ReliableStream, *, idle_ms: int, own: bool, count: int, delays: bool = True) -> int:
         with self._claim_lock:

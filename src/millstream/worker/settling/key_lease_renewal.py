@@ -1,6 +1,7 @@
 """KeyLeaseRenewer: renews the leases of keys with entries in flight."""
 
 import logging
+from collections.abc import Iterator, Sequence
 
 from millstream.delivery.keyed_stream import KeyedStream, LeaseRelease, lease_of
 from millstream.delivery.last_error import LastError
@@ -8,6 +9,7 @@ from millstream.delivery.reliable_stream import Delivery
 from millstream.handlers.attempt import DeadLettered, Done, RetryLater, timed_out
 from millstream.worker.context import WorkerContext
 from millstream.worker.settling.lease_release import release_leases
+from millstream.worker.settling.stream_calls import Step
 from millstream.worker.stream_exclusion import exclude_on_error
 
 logger = logging.getLogger(__name__)
@@ -40,15 +42,13 @@ class KeyLeaseRenewer:
             guard=lambda stream, leases: exclude_on_error(stream),
         )
 
-    def maintain(self, stream: KeyedStream, *, renews: bool, has_committed: bool) -> bool:
+    def further_steps(self, streams: Sequence[KeyedStream], *, renews: bool) -> Iterator[Step]:
         """See Renewer. There is no progress to record: entries that are not committed stay in their key queues.
 
         Nor is there anything to claim from stuck workers: the lease of a run is not renewed beyond the time limit,
         however healthy its worker is.
         """
-        if renews:
-            self.renew(stream)
-        return True
+        return iter(())
 
     def claim_idle(self) -> bool:
         """Claim nothing: the fetcher leases keys with expired leases, too."""

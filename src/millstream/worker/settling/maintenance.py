@@ -3,20 +3,20 @@
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from millstream.delivery.long_runs import report_long_runs
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.errors import HandlerStuck, OutOfMemory, Unavailable
-from millstream.redis_client.resp import Command, Reply
 from millstream.worker.changed_streams import FEW_STREAMS, ChangedStreams
 from millstream.worker.context import WorkerContext
 from millstream.worker.policy import TIME_LIMIT_GRACE_MS
 from millstream.worker.settling.hang_detector import HangDetector
 from millstream.worker.settling.repeated_warnings import RepeatedWarnings
 from millstream.worker.settling.run_time_report import RunTimeReport
+from millstream.worker.settling.stream_calls import Query, Step, ask_all, query_by
 from millstream.worker.stream_exclusion import exclude_on_error
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,6 @@ S = TypeVar("S", bound=ReliableStream)
 S_contra = TypeVar("S_contra", bound=ReliableStream, contravariant=True)
 
 _REFRESH_MS_EACH = 2.0
-_REFRESHED_AT_ONCE = 100
 _RENEWALS_PER_CLAIM = 3
 _SOON_S = 0.02
 
@@ -43,10 +42,10 @@ class Renewer(Protocol[S_contra]):
     def renew(self, stream: S_contra) -> None:
         """Renew the entries in flight; drop those that other workers have by now."""
 
-    def maintain(self, stream: S_contra, *, renews: bool, has_committed: bool) -> bool:
-        """Do the due steps on a stream: renew if `renews`; record progress if anything was committed (`has_committed`).
+    def further_steps(self, streams: Sequence[S_contra], *, renews: bool) -> Iterator[Step]:
+        """Yield what else is due on `streams`, as steps on single ones whose calls share round trips.
 
-        Return False if the progress has to be recorded again soon.
+        `renews`: all entries are renewed this time.
         """
 
     def claim_idle(self) -> bool:
@@ -77,7 +76,7 @@ class Maintenance(Generic[S]):
         self._warnings = RepeatedWarnings(logger, context)
         self._run_times = RunTimeReport(context)
         self._renew_due_ms = 0.0
-        self._committed_at_checkpoint = -1
+        self._committed_at_trim = -1
         self._changed = ChangedStreams(self._context.client, self._clock, lambda name: (context.keys_of(name).meta,))
         self._unrefreshed: set[str] = set()
         self.reread_pending = threading.Event()
@@ -145,26 +144,40 @@ class Maintenance(Generic[S]):
         began_ms = self._clock.monotonic_ms()
         renews = began_ms >= self._renew_due_ms
         committed = self._loop_metrics.committed
-        unavailable: Unavailable | None = None
-        all_recorded = True
-        for stream, refresh in self._refresh_all():
+        first = ((one, partial(self._maintain, one, refresh, renews=renews)) for one, refresh in self._refresh_all())
+        done, errors = self._do_each(first, began_ms + self._renew_ms)
+        # A server that hangs has used up the first deadline, and would use up the second one, too.
+        reached = [one for one in list(self._streams.values()) if one.stream in done and not one.leaving]
+        further = self._renewer.further_steps(reached, renews=renews)
+        errors += self._do_each(further, self._clock.monotonic_ms() + self._renew_ms / 2)[1]
+        unavailable = next((one for one in reversed(errors) if not isinstance(one, OutOfMemory)), None)
+        if unavailable is None and renews:
+            self._renew_due_ms = began_ms + self._renew_ms
+        if not errors:
+            self._committed_at_trim = committed
+        return unavailable
+
+    def _do_each(self, steps: Iterable[Step], until_ms: float) -> tuple[set[str], list[Unavailable]]:
+        """Do these steps; return the streams of those that were done, and the errors of those that failed.
+
+        From `until_ms` on, the first such error ends it.
+        """
+        done: set[str] = set()
+        errors: list[Unavailable] = []
+        for stream, step in steps:
             try:
                 with exclude_on_error(stream):
-                    all_recorded = self._maintain(stream, refresh, renews=renews) and all_recorded
+                    step()
             except OutOfMemory as error:
-                all_recorded = False
+                errors.append(error)
                 self._warnings.warn("maintenance of %s is incomplete: %s; retrying", stream.stream, error)
             except Unavailable as error:
-                unavailable = error  # perhaps only the server of this stream is unavailable
-                if self._clock.monotonic_ms() - began_ms > self._renew_ms:
+                errors.append(error)  # perhaps only the server of this stream is unavailable
+                if self._clock.monotonic_ms() > until_ms:
                     break
-        if unavailable is not None:
-            return unavailable
-        if renews:
-            self._renew_due_ms = began_ms + self._renew_ms
-        if all_recorded:
-            self._committed_at_checkpoint = committed
-        return None
+            else:
+                done.add(stream.stream)
+        return done, errors
 
     def _refresh_all(self) -> Iterator[tuple[S, Callable[[], object] | None]]:
         """Yield each stream with a function that applies the reply to its refresh; a round trip carries many.
@@ -172,22 +185,12 @@ class Maintenance(Generic[S]):
         None in place of the function: nothing that a refresh reads has changed.
         """
         streams = {one.stream: one for one in list(self._streams.values())}
-        query = self._query if len(streams) <= FEW_STREAMS else self._changed.query
-        due = self._due_for_refresh(streams)
-        for at in range(0, len(due), _REFRESHED_AT_ONCE):
-            calls = {name: streams[name].refresh_call() for name in due[at : at + _REFRESHED_AT_ONCE]}
-            replies: dict[str, Reply]
-            try:
-                replies = dict(query({name: call.command for name, call in calls.items()}))
-            except Unavailable as error:  # perhaps only one server is unavailable
-                replies = dict.fromkeys(calls, error)
-            for name, call in calls.items():
-                yield streams.pop(name), partial(call.resolve, replies[name])
+        query: Query = query_by(self._context.client) if len(streams) <= FEW_STREAMS else self._changed.query
+        calls = {name: streams[name].refresh_call() for name in self._due_for_refresh(streams)}
+        for name, refresh in ask_all(calls, query):
+            yield streams.pop(name), refresh
         for stream in streams.values():
             yield stream, None
-
-    def _query(self, commands: Mapping[str, Command]) -> Iterator[tuple[str, Reply]]:
-        return zip(commands, self._context.client.pipeline(list(commands.values())), strict=True)
 
     def _due_for_refresh(self, streams: Mapping[str, S]) -> list[str]:
         """Return the names of these streams that have to be refreshed; all where the breaker may pause or resume."""
@@ -203,23 +206,18 @@ class Maintenance(Generic[S]):
         self._unrefreshed = (self._unrefreshed & streams.keys()).union(found, paused)
         return list(self._unrefreshed)
 
-    def _maintain(self, stream: S, refresh: Callable[[], object] | None, *, renews: bool) -> bool:
-        """Maintain one stream; return False if its progress has to be recorded again."""
-        if stream.leaving:  # only entries that still run are kept
-            if renews:
-                self._renewer.renew(stream)
-            return True
-        if refresh is not None:
+    def _maintain(self, stream: S, refresh: Callable[[], object] | None, *, renews: bool) -> None:
+        """Refresh, renew and trim one stream; of one that this worker leaves, only entries that still run are kept."""
+        if refresh is not None and not stream.leaving:
             before = stream.pause
             refresh()
             if self._context.breaker.follow(stream, before):
                 self.reread_pending.set()
             self._unrefreshed.discard(stream.stream)
-        has_committed = self._committed_at_checkpoint != self._loop_metrics.committed
-        is_recorded = self._renewer.maintain(stream, renews=renews, has_committed=has_committed)
-        if has_committed and self._policy.trim:
+        if renews:
+            self._renewer.renew(stream)
+        if self._policy.trim and not stream.leaving and self._committed_at_trim != self._loop_metrics.committed:
             stream.trim()
-        return is_recorded
 
     # Runs and figures
 
