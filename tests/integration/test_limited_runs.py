@@ -11,6 +11,7 @@ import pytest
 
 from millstream import Limit, Message, Retry
 from millstream.delivery.keyed_stream import KeyedStream, lease_of
+from millstream.delivery.permits import Permits
 from millstream.delivery.reliable_stream import Delivery
 from millstream.redis_client.client import Client
 from millstream.spark.engine.rate_limit import RateLimit
@@ -69,40 +70,41 @@ def test_handlers_that_use_all_threads_of_their_loop_hold_up_no_other_tenant(
 
 
 @KINDS
-@pytest.mark.parametrize("call", ["take_permit", "return_permit"])
+@pytest.mark.parametrize("call", ["take", "return"])
 def test_a_call_about_a_permit_that_takes_longer_than_the_time_limit_of_the_handler_is_no_part_of_the_run(
     client: Client, monkeypatch: pytest.MonkeyPatch, call: str, kind: str
 ) -> None:
-    asked, clock = threading.Event(), LeapClock()
+    called, clock = threading.Event(), LeapClock()
     time_limit_ms = 60_000
     attempts: list[int] = []
     checked_ms: list[float] = []
-    real_call, real_check = getattr(KeyedStream, call), HangDetector.check
+    real_exchange, real_check = KeyedStream.exchange_permits, HangDetector.check
 
     def check(self: HangDetector, runs: Any, now_ms: float) -> None:
         checked_ms.append(now_ms)
         real_check(self, runs, now_ms)
 
-    def slow_call(*args: Any) -> Any:
-        if not asked.is_set():
-            asked.set()
+    def slow_exchange(self: KeyedStream, permits: Permits, returned: Any, asked: Any) -> list[float]:
+        if not called.is_set() and (asked if call == "take" else returned):
+            called.set()
             clock.leap(time_limit_ms + TIME_LIMIT_GRACE_MS + 1)
             before = len(checked_ms)  # one may be under way, and the time limits are checked after it
             eventually(lambda: len(checked_ms) >= before + 3, "a check of the time limits")
-        return real_call(*args)
+        return real_exchange(self, permits, returned, asked)
 
     def handle(message: Message) -> dict[str, str | None]:
         attempts.append(message.attempt)
         return copy_of(message)
 
-    monkeypatch.setattr(KeyedStream, call, slow_call)
+    monkeypatch.setattr(KeyedStream, "exchange_permits", slow_exchange)
     monkeypatch.setattr(HangDetector, "check", check)
     limit = Limit(per="tenant", at_once=1)
     handler = make(either(handle, kind), key="key", limit=limit, time_limit_ms=time_limit_ms, retry=Retry(attempts=1))
     publish(client, 1, "a")
     with working(client, handler, "w1", policy=replace(QUICK, claim_ms=60 * time_limit_ms), clock=clock):
         eventually(lambda: client.execute("XLEN", "out") == 1, "the output")
-    assert asked.is_set()
+        eventually(lambda: client.execute("HLEN", KEYS.permits(b"a")) == 0, "the return of its permit")
+    assert called.is_set()
     assert attempts == [1]
     assert dead(client) == []
 
@@ -113,23 +115,25 @@ def test_a_message_that_asks_for_a_permit_until_its_lease_expires_does_not_begin
 ) -> None:
     returned, clock = threading.Event(), LeapClock()
     attempts: list[int] = []
-    real_call = KeyedStream.take_permit
+    real_exchange = KeyedStream.exchange_permits
 
-    def slow_call(*args: Any) -> float:
+    def slow_exchange(self: KeyedStream, permits: Permits, ended: Any, asked: Any) -> list[float]:
+        if not asked:
+            return real_exchange(self, permits, ended, asked)
         proxy.freeze()  # so that no lease is renewed
         clock.leap(0.95 * QUICK.claim_ms)
         eventually(lambda: "leases on 1 messages of in expire" in caplog.text, "the end of the lease")
         proxy.resume()
-        granted = real_call(*args)
-        assert granted == 0
+        waits = real_exchange(self, permits, ended, asked)
+        assert waits == [0]
         returned.set()
-        return granted
+        return waits
 
     def handle(message: Message) -> dict[str, str | None]:
         attempts.append(message.attempt)
         return copy_of(message)
 
-    monkeypatch.setattr(KeyedStream, "take_permit", slow_call)
+    monkeypatch.setattr(KeyedStream, "exchange_permits", slow_exchange)
     monkeypatch.setattr(KeyedStream, "recover_leases", lambda *_: (0, 0))  # else it may get a second lease on the key
     handler = make(either(handle, kind), key="key", limit=Limit(per="tenant", at_once=1), time_limit_ms=600_000)
     publish(client, 1, "a")
@@ -273,19 +277,19 @@ def test_an_async_run_that_is_cancelled_while_it_asks_for_its_permit_keeps_neith
 ) -> None:
     asking: list[Delivery] = []
     answer = threading.Event()
-    real_take = KeyedStream.take_permit
+    real_exchange = KeyedStream.exchange_permits
 
-    def take_permit(self: KeyedStream, delivery: Delivery, *args: Any) -> float:
-        wait_ms = real_take(self, delivery, *args)
-        asking.append(delivery)
+    def exchange_permits(self: KeyedStream, permits: Permits, returned: Any, asked: Any) -> list[float]:
+        waits = real_exchange(self, permits, returned, asked)
+        asking.extend(delivery for delivery, _ in asked)
         if len(asking) == 1:
             answer.wait(FAIL_SAFE_S)
-        return wait_ms
+        return waits
 
     async def handle(message: Message) -> dict[str, str | None]:
         return copy_of(message)
 
-    monkeypatch.setattr(KeyedStream, "take_permit", take_permit)
+    monkeypatch.setattr(KeyedStream, "exchange_permits", exchange_permits)
     handler = make(handle, key="key", limit=Limit(per="tenant", at_once=1), concurrency=1)
     publish(client, 1, "a")
     with working(client, handler, "w1") as loop:

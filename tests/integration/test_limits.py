@@ -137,16 +137,17 @@ def test_messages_of_a_tenant_begin_as_far_apart_as_its_rate_demands(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running, asked_ms = Running(), list[float]()
-    real_take = KeyedStream.take_permit
+    real_exchange = KeyedStream.exchange_permits
 
-    def take_permit(self: KeyedStream, *args: Any) -> float:
+    def exchange_permits(self: KeyedStream, *args: Any) -> list[float]:
         began_ms = time.monotonic() * 1000
-        wait_ms = real_take(self, *args)
-        if wait_ms == 0 and args[-1].value == b"a":
-            asked_ms.append(began_ms)
-        return wait_ms
+        waits = real_exchange(self, *args)
+        for (_, share), wait_ms in zip(args[-1], waits, strict=True):
+            if wait_ms == 0 and share.value == b"a":
+                asked_ms.append(began_ms)
+        return waits
 
-    monkeypatch.setattr(KeyedStream, "take_permit", take_permit)
+    monkeypatch.setattr(KeyedStream, "exchange_permits", exchange_permits)
 
     def handle(message: Message) -> dict[str, str | None]:
         with running.one(message):

@@ -25,7 +25,7 @@ from millstream.errors import Unavailable
 from millstream.handlers.limits import Share
 from millstream.model import Retry
 from millstream.redis_client.call import Call
-from millstream.redis_client.client import Client
+from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import is_edited
 from millstream.redis_client.resp import Arg, Reply
 from millstream.redis_client.scripts import Script
@@ -493,14 +493,22 @@ class KeyedStream(ReliableStream):
 
     # Limits
 
-    def take_permit(self, delivery: Delivery, permits: Permits, share: Share) -> float:
-        """Take a permit to run an entry, until its lease ends; return 0, or after how many milliseconds to ask again."""
-        lease = lease_of(delivery)
-        return permits.take(self._store, self.stream, lease.queue, share, _holder_of(lease, delivery), leased=True)
+    def exchange_permits(
+        self, permits: Permits, returned: Sequence[tuple[Delivery, Share]], asked: Sequence[tuple[Delivery, Share]]
+    ) -> list[float]:
+        """Return permits of entries whose runs are over, then take those to run others, until their leases end; in one
+        round trip.
 
-    def return_permit(self, delivery: Delivery, permits: Permits, share: Share) -> None:
-        """Return the permit of an entry whose run is over."""
-        permits.give_back(self._store, self.stream, share, _holder_of(lease_of(delivery), delivery))
+        Of each that is asked for: 0, or after how many milliseconds to ask again.
+        """
+        calls = [
+            permits.give_back_call(self._store, self.stream, share, _holder_of(lease_of(one), one))
+            for one, share in returned
+        ]
+        for one, share in asked:
+            lease = lease_of(one)
+            calls.append(permits.take_call(self._store, self.stream, lease.queue, share, _holder_of(lease, one)))
+        return [raise_if_error(result) for result in self._client.run_all(calls)][len(returned) :]
 
     # Committing
 

@@ -210,6 +210,9 @@ class ReadingLoop:
         self._runner.cancel_all()
         self._in_flight.completions.close()
         self._join_threads([committer])
+        if self.handler.limit is not None and not self._is_redis_silent:
+            # Of the last runs, which no later question takes along: keys of other workers may wait for them.
+            self._call_while_stopping("permits", self._runner.give_back_permits)
         leftovers = self._in_flight.deliveries
         self._in_flight.remove(leftovers)
         self._release(leftovers)

@@ -18,7 +18,6 @@ from typing import Any, get_args
 from millstream import After, App, Cancel, Limit, Message, Retry, State
 from millstream.delivery import KeyedStream
 from millstream.delivery.permits import Permits
-from millstream.delivery.reliable_stream import Delivery
 from millstream.handlers.limits import Share
 from millstream.handlers.schedule import Missed
 from millstream.model import value_of
@@ -192,19 +191,20 @@ def record_permit(client: Client, stream: str, entry_id: str, share: Share, *, c
 def record_permits() -> None:
     """Record each permit of the app `paced` in a file of its process, with the times of the server before and after it."""
     keyed_stream: Any = KeyedStream
-    real_take_permit = KeyedStream.take_permit
+    real_exchange_permits = KeyedStream.exchange_permits
 
-    def take_permit(stream: KeyedStream, delivery: Delivery, permits: Permits, share: Share) -> float:
+    def exchange_permits(stream: KeyedStream, permits: Permits, returned: Any, asked: Any) -> list[float]:
         if permits.limit != PACE:
-            return real_take_permit(stream, delivery, permits, share)
+            return real_exchange_permits(stream, permits, returned, asked)
         asked_us = server_time_us(stream._client)
-        wait_ms = real_take_permit(stream, delivery, permits, share)
-        if wait_ms == 0:
-            cost = float(value_of(delivery.pairs, b"cost") or 0)
-            record_permit(stream._client, stream.stream, delivery.id.decode(), share, cost=cost, asked_us=asked_us)
-        return wait_ms
+        waits = real_exchange_permits(stream, permits, returned, asked)
+        for (delivery, share), wait_ms in zip(asked, waits, strict=True):
+            if wait_ms == 0:
+                cost = float(value_of(delivery.pairs, b"cost") or 0)
+                record_permit(stream._client, stream.stream, delivery.id.decode(), share, cost=cost, asked_us=asked_us)
+        return waits
 
-    keyed_stream.take_permit = take_permit
+    keyed_stream.exchange_permits = exchange_permits
 
 
 def name_and_record_permits_of_tasks() -> None:

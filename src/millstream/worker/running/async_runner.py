@@ -6,26 +6,25 @@ import select
 import selectors
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextvars import copy_context
-from queue import Empty
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from millstream.clock import Clock
 from millstream.delivery.reliable_stream import Delivery
 from millstream.errors import Unfinished
 from millstream.handlers.attempt import NO_EFFECTS, Outcome
-from millstream.handlers.limits import Share
 from millstream.model import Message
 from millstream.worker.handler_steps import HandlerSteps
 from millstream.worker.in_flight import InFlight
 from millstream.worker.loop_metrics import LoopMetrics
+from millstream.worker.running.run_permits import Answer, RunPermit, RunPermits
 from millstream.worker.running.runner import _Start
 
 GATE_POLL_S = 0.01
 PERMIT_THREAD = "millstream-permit"
-"""Name of the threads that take and return permits."""
-_PERMIT_THREADS = 2
+"""Name of the thread that takes and returns permits."""
 _FD_SETSIZE = 1024
 
 
@@ -56,8 +55,11 @@ class AsyncRunner(_Start):
         self._main_task: asyncio.Task[None] | None = None
         self._tasks: dict[int, asyncio.Task[Any]] = {}
         self._context = copy_context()
-        # Not the loop's own threads: a handler may keep all of those busy, and the permits that it holds with them.
-        self._permit_threads = ThreadPoolExecutor(_PERMIT_THREADS, thread_name_prefix=PERMIT_THREAD)
+        # Not a thread of the loop's own: a handler may keep all of those busy, and the permits that it holds with them.
+        self._permit_thread = ThreadPoolExecutor(1, thread_name_prefix=PERMIT_THREAD)
+        self._questions: SimpleQueue[tuple[Delivery, Message, Future[Answer]]] = SimpleQueue()
+        self._is_exchange_due = False
+        self._failure: BaseException | None = None
 
     def run(self) -> None:
         """See Runner."""
@@ -68,11 +70,16 @@ class AsyncRunner(_Start):
         try:
             loop.run_until_complete(self._main_task)
         except asyncio.CancelledError as error:
+            if self._failure is not None:
+                raise self._failure from None
             if not self._is_stopped:
                 raise Unfinished(
                     f"{self._steps.handler.label} has cancelled all tasks of its event loop, the worker's own among "
                     "them; cancel only tasks that the handler has made"
                 ) from error
+        else:
+            if self._failure is not None:
+                raise self._failure
         finally:
             # Tasks that other threads started and wait for end with the loop.
             for task in asyncio.all_tasks(loop):
@@ -80,7 +87,7 @@ class AsyncRunner(_Start):
                 loop.run_until_complete(asyncio.wait((task,)))
             loop.run_until_complete(loop.shutdown_asyncgens())
             loop.close()
-            self._permit_threads.shutdown(wait=False)
+            self._permit_thread.shutdown(wait=False)
 
     def notify(self) -> None:
         """See Runner. With no slot free, the next run that ends checks the buffer."""
@@ -165,15 +172,18 @@ class AsyncRunner(_Start):
     async def _run_one(self, delivery: Delivery, group: asyncio.TaskGroup) -> None:
         """Run a message and its successors of the same key; a task for each of these would cost as much again."""
         following: Delivery | None = delivery
-        while following is not None and not self._is_cancelled:
-            task = asyncio.current_task()
-            assert task is not None
-            self._tasks[id(following)] = task
-            outcome = await self._start_and_run(following)
-            del self._tasks[id(following)]
-            if outcome is None or self._is_cancelled:
-                break
-            following = self._in_flight.complete(following, outcome)
+        try:
+            while following is not None and not self._is_cancelled:
+                task = asyncio.current_task()
+                assert task is not None
+                self._tasks[id(following)] = task
+                outcome = await self._start_and_run(following)
+                del self._tasks[id(following)]
+                if outcome is None or self._is_cancelled:
+                    break
+                following = self._in_flight.complete(following, outcome)
+        finally:
+            self._end_permit(delivery)
         if not self._is_cancelled:
             self._free_slots += 1
             self._start_tasks(group)
@@ -188,7 +198,8 @@ class AsyncRunner(_Start):
             del self._tasks[id(delivery)]
 
     async def _start_and_run(self, delivery: Delivery, *, ignore_gate: bool = False) -> Outcome | None:
-        while (starts := self._start(delivery, ignore_gate=ignore_gate)) is None:  # noqa: ASYNC110 - rare
+        while (starts := self._start(delivery, ignore_gate=ignore_gate)) is None:
+            self._end_permit(delivery)
             await asyncio.sleep(GATE_POLL_S)
         return await self._run_message(delivery) if starts else None
 
@@ -207,28 +218,75 @@ class AsyncRunner(_Start):
     async def _run_leased(self, delivery: Delivery, message: Message, state: bytes) -> Outcome:
         if self._permits is None:
             return await self._steps.run_async(message, state)
-        # In threads, so that the loop does not wait for Redis: the other runs go on.
-        delivery.asks = True  # also while it waits for a thread
-        asked = self._permit_threads.submit(self._permits.take, delivery, message)
-        try:
-            permit = await asyncio.wrap_future(asked)
-        except asyncio.CancelledError:
-            # The thread may be asking, and be granted the permit: without this it would be held as long as the lease.
-            delivery.asks = delivery.asks and not asked.cancelled()
-            self._permit_threads.submit(self._permits.give_back_granted, delivery, asked)
-            _end_cancellation()
-            return self._permits.unanswered(message)
-        if not isinstance(permit, Share):
+        permit = self._permits.continued(delivery, message) or await self._ask(self._permits, delivery, message)
+        if not isinstance(permit, RunPermit):
             return permit
         try:
             return await self._steps.run_async(message, state)
         finally:
             self._finish(delivery)
-            returned = asyncio.wrap_future(self._permit_threads.submit(self._permits.give_back, delivery, permit))
-            try:
-                await asyncio.shield(returned)
-            except asyncio.CancelledError:  # the run was over: only the wait for Redis was cancelled
-                _end_cancellation()
+            self._permits.keep(delivery, permit)
+
+    # Permits: a thread asks for them, so that the loop does not wait for Redis. What is asked and returned during one of
+    # its round trips shares the next one.
+
+    async def _ask(self, permits: RunPermits, delivery: Delivery, message: Message) -> Answer:
+        delivery.asks = True  # also while it waits for the thread
+        asked: Future[Answer] = Future()
+        self._questions.put((delivery, message, asked))
+        self._exchange_soon()
+        try:
+            return await asyncio.wrap_future(asked)
+        except asyncio.CancelledError:
+            # The thread may be asking, and be granted the permit: without this it would be held as long as the lease.
+            delivery.asks = delivery.asks and not asked.cancelled()
+            self._permit_thread.submit(permits.give_back_granted, asked).add_done_callback(self._on_exchanged)
+            _end_cancellation()
+            return permits.unanswered(message)
+
+    def _end_permit(self, delivery: Delivery) -> None:
+        """Return the permit of the key of an entry, if one is kept for its next message."""
+        if self._permits is not None:
+            self._permits.end(delivery)
+            if self._permits.has_ended:
+                self._exchange_soon()
+
+    def _exchange_soon(self) -> None:
+        if not self._is_exchange_due:
+            self._is_exchange_due = True
+            self._permit_thread.submit(self._exchange_permits).add_done_callback(self._on_exchanged)
+
+    def _exchange_permits(self) -> None:
+        """Answer all that was asked, and return the permits that have ended."""
+        assert self._permits is not None
+        self._is_exchange_due = False  # first: what comes after it has an exchange of its own
+        asked: list[tuple[Delivery, Message, Future[Answer]]] = []
+        with contextlib.suppress(Empty):
+            while True:
+                question = self._questions.get_nowait()
+                if question[2].set_running_or_notify_cancel():
+                    asked.append(question)
+        try:
+            answers = self._permits.take_all([(delivery, message) for delivery, message, _ in asked])
+        except BaseException as error:
+            if not asked:
+                raise
+            self._fail(error)  # first: it cancels the runs, so that each of them neither raises this nor starts another
+            for _, _, future in asked:
+                future.set_exception(error)
+        else:
+            for (_, _, future), answer in zip(asked, answers, strict=True):
+                future.set_result(answer)
+
+    def _on_exchanged(self, exchange: Future[None]) -> None:
+        """End the event loop if permits could not be returned, for a reason that lasts: no run waits for that."""
+        if (error := exchange.exception()) is not None:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure, self._is_cancelled = error, True
+        if self._main_task is not None:
+            self._call_soon(self._main_task.cancel)
 
 
 def _end_cancellation() -> None:

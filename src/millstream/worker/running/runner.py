@@ -38,6 +38,9 @@ class Runner(Protocol):
         Called from another thread.
         """
 
+    def give_back_permits(self) -> None:
+        """Return all permits of the handler's limit but those of messages that run. Called from another thread."""
+
     def cancel_run(self, delivery: Delivery) -> None:
         """Cancel the run of one message, if that is possible; its outcome must be ignored."""
 
@@ -87,7 +90,12 @@ class _Start:
         try:
             yield refusal
         finally:
-            self._permits.drop_reserved(delivery)
+            self._permits.give_back_reserved(delivery)
+
+    def give_back_permits(self) -> None:
+        """See Runner."""
+        if self._permits is not None:
+            self._permits.give_back_kept()
 
     def traceback_of_run(self, delivery: Delivery) -> TracebackType | None:
         """See Runner."""

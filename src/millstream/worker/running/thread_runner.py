@@ -9,11 +9,11 @@ from typing import NamedTuple
 from millstream.clock import Clock
 from millstream.delivery.reliable_stream import Delivery
 from millstream.handlers.attempt import NO_EFFECTS, Outcome
-from millstream.handlers.limits import Share
 from millstream.model import Message
 from millstream.worker.handler_steps import HandlerSteps
 from millstream.worker.in_flight import InFlight
 from millstream.worker.loop_metrics import LoopMetrics
+from millstream.worker.running.run_permits import RunPermit
 from millstream.worker.running.runner import _Start
 
 logger = logging.getLogger(__name__)
@@ -129,29 +129,38 @@ class ThreadRunner(_Start):
         self._in_flight.buffer.put(None)  # passes the end on to the next thread
 
     def _run_all(self) -> None:
-        while self._run_next():
-            pass
+        try:
+            while self._run_next():
+                pass
+        finally:
+            self._return_ended()
 
     def _run_next(self) -> bool:
         """Wait for a message; run it and its successors of the same key. False at the end. Holds none meanwhile."""
-        delivery = self._next_delivery()
-        if delivery is None:
+        first = delivery = self._next_delivery()
+        if first is None:
             return False
-        while delivery is not None:
-            while (starts := self._start(delivery)) is None:
-                self._in_flight.gate.wait()
-            if not starts:
-                break
-            outcome = self._run_message(delivery)
-            self._took_ms += delivery.attempt_ms
-            self._finished += 1
-            delivery = self._in_flight.complete(delivery, outcome)
+        try:
+            while delivery is not None:
+                while (starts := self._start(delivery)) is None:
+                    self._return_ended(delivery)
+                    self._in_flight.gate.wait()
+                if not starts:
+                    break
+                outcome = self._run_message(delivery)
+                self._took_ms += delivery.attempt_ms
+                self._finished += 1
+                delivery = self._in_flight.complete(delivery, outcome)
+        finally:
+            if self._permits is not None:
+                self._permits.end(first)  # returned with the next question of any thread, or as soon as one is idle
         return True
 
     def _next_delivery(self) -> Delivery | None:
         try:
             return self._in_flight.buffer.get_nowait()
         except Empty:
+            self._return_ended()
             self._starved += 1
             self._idle_threads.add(threading.get_ident())
             delivery = self._in_flight.buffer.get()
@@ -173,11 +182,19 @@ class ThreadRunner(_Start):
     def _run_leased(self, delivery: Delivery, message: Message, state: bytes) -> Outcome:
         if self._permits is None:
             return self._steps.run(message, state)
-        permit = self._permits.take(delivery, message)
-        if not isinstance(permit, Share):
+        permit = self._permits.continued(delivery, message) or self._permits.take(delivery, message)
+        if not isinstance(permit, RunPermit):
             return permit
         try:
             return self._steps.run(message, state)
         finally:
             self._finish(delivery)
-            self._permits.give_back(delivery, permit)
+            self._permits.keep(delivery, permit)
+
+    def _return_ended(self, delivery: Delivery | None = None) -> None:
+        """Return the permits that have ended, and that of the key of `delivery`: this thread may not ask for long."""
+        if self._permits is None:
+            return
+        if delivery is not None:
+            self._permits.end(delivery)
+        self._permits.give_back_all()
