@@ -1,10 +1,12 @@
 """Commands that show what pages of the console show: dead letters by error, the history, outputs of a key, batches on Spark."""
 
 import re
+from typing import Any
 
 import msgspec
 import pytest
 
+from millstream.admin import figure_history
 from millstream.admin.dead_letter_groups import MOST_LETTERS
 from millstream.admin.figure_history import STEP_MS, FigureHistory, HandlerSample, Sample
 from millstream.delivery.query_progress import QueryProgress, report_progress
@@ -81,6 +83,25 @@ def test_the_history_is_shown_oldest_first_of_all_handlers_or_of_some(client: Cl
         ["9", "?", "?", "-", "2", "0"],
     ]
     assert call("history", "--since", "soon", url=client.url).code == 2
+
+
+def test_each_sample_of_the_history_is_printed_as_json_before_the_next_one_is_decoded(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    real_parse = figure_history._parse
+
+    def parse(*args: Any) -> Sample:
+        order.append("decoded")
+        return real_parse(*args)
+
+    now_ms = server_time_ms(client)
+    for minutes in (3, 2, 1):
+        FigureHistory(client).add(Sample(at_ms=now_ms - minutes * STEP_MS, handlers={"shop.pay": FIGURES}))
+    monkeypatch.setattr(figure_history, "_parse", parse)
+    monkeypatch.setattr("millstream.cli.history.print_json", lambda _: order.append("printed"))
+    assert call("history", "--json", url=client.url).code == 0
+    assert order == ["decoded", "printed"] * 3
 
 
 def test_the_history_says_that_it_is_partial_and_fails_where_another_program_has_its_key(client: Client) -> None:

@@ -21,23 +21,26 @@ def history(
     handlers: HandlerNames = None, since: Since = "1h", url: Url = DEFAULT_URL, as_json: JsonLines = False
 ) -> None:
     """Show the recorded figures of handlers, the oldest first. `millstream console` records them, once a minute."""
+    rows: list[tuple[str, ...]] = []
+    is_partial = False
     with Client(url) as client:
-        samples = FigureHistory(client).read(parse_time_ms(since))
-    shown = [
-        (one, {name: figures for name, figures in one.handlers.items() if _is_of(name, handlers)}) for one in samples
-    ]
+        for one in FigureHistory(client).scan(parse_time_ms(since)):
+            shown = {name: figures for name, figures in one.handlers.items() if _is_of(name, handlers)}
+            if as_json:
+                by_handler = {name: asdict(figures) for name, figures in shown.items()}
+                sample = {"at_ms": one.at_ms, "step_ms": one.step_ms, "partial": one.is_partial, "age_ms": one.age_ms}
+                print_json({**sample, "handlers": by_handler})
+            else:
+                rows += [_row(one.at_ms, name, figures) for name, figures in shown.items()]
+                is_partial |= one.is_partial
     if as_json:
-        for one, figures in shown:
-            by_handler = {name: asdict(some) for name, some in figures.items()}
-            sample = {"at_ms": one.at_ms, "step_ms": one.step_ms, "partial": one.is_partial, "age_ms": one.age_ms}
-            print_json({**sample, "handlers": by_handler})
         return
-    if rows := [_row(one.at_ms, name, some) for one, figures in shown for name, some in figures.items()]:
+    if rows:
         columns = ("when", "~handler", ">added", ">done", ">lag", ">oldest", ">dead letters", ">stuck keys")
         print_table(columns, rows)
     else:
         print_message("there are no such samples since then: `millstream console` records them while it runs")
-    if any(one.is_partial for one in samples):
+    if is_partial:
         print_message(f"the history has {WHICH_HANDLERS}")
 
 
