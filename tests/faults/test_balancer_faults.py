@@ -41,12 +41,11 @@ KEYS = ServiceKeys(SERVICE)
 
 
 @pytest.fixture
-def client(millstream_fresh_server: EmbeddedServer) -> Iterator[Client]:
-    with Client(millstream_fresh_server.url) as opened:
-        assert opened.execute("CONFIG", "GET", "notify-keyspace-events")[1] == b""  # nothing here depends on events
-        for number in range(STREAMS):
-            announce(opened, SERVICE, f"call:{number}")
-        yield opened
+def client(fresh_client: Client) -> Client:
+    assert fresh_client.execute("CONFIG", "GET", "notify-keyspace-events")[1] == b""  # nothing here depends on events
+    for number in range(STREAMS):
+        announce(fresh_client, SERVICE, f"call:{number}")
+    return fresh_client
 
 
 @dataclass

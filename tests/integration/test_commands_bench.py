@@ -2,7 +2,6 @@
 
 import signal
 import threading
-from collections.abc import Iterator
 
 import pytest
 
@@ -10,7 +9,6 @@ from millstream.cli.bench import is_local
 from millstream.cli.bench_rounds import BenchRounds
 from millstream.errors import MillstreamError, Unavailable
 from millstream.redis_client.client import Client
-from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.raw_loop import read_and_acknowledge
 from tests.support.commandline import call, ended, in_a_terminal, running
 from tests.support.waiting import eventually
@@ -21,87 +19,81 @@ MESSAGES = 2_500
 QUICK = ("bench", "--for", "1s")
 
 
-@pytest.fixture
-def client(millstream_fresh_server: EmbeddedServer) -> Iterator[Client]:
-    with Client(millstream_fresh_server.url) as opened:
-        yield opened
-
-
 def keys(client: Client) -> list[bytes]:
     found: list[bytes] = client.execute("KEYS", "*")
     return found
 
 
-def test_a_round_measures_each_loop_over_all_messages_and_removes_its_keys(client: Client) -> None:
-    rounds = BenchRounds(client, threading.Event(), messages=MESSAGES)
+def test_a_round_measures_each_loop_over_all_messages_and_removes_its_keys(fresh_client: Client) -> None:
+    rounds = BenchRounds(fresh_client, threading.Event(), messages=MESSAGES)
     reported: list[tuple[int, str]] = []
 
     def report(number: int, what: str, rate: float) -> None:
         assert rate > 0
         reported.append((number, what))
         if what == "keyed":
-            (stream,) = client.scan_streams()
-            assert client.execute("XLEN", stream) == MESSAGES
-            groups = client.execute("XINFO", "GROUPS", stream)
+            (stream,) = fresh_client.scan_streams()
+            assert fresh_client.execute("XLEN", stream) == MESSAGES
+            groups = fresh_client.execute("XINFO", "GROUPS", stream)
             assert sorted(group[1].decode().rpartition(".")[2] for group in groups) == ["keyed", "plain", "raw"]
-            assert client.execute("TTL", stream) > 0, "should the process be killed"
-            assert all(rounds.name.encode() in key for key in keys(client))
+            assert fresh_client.execute("TTL", stream) > 0, "should the process be killed"
+            assert all(rounds.name.encode() in key for key in keys(fresh_client))
 
     found = rounds.run(1.0, report)
     assert found is not None
     number, rates = found
     assert reported == [(n, what) for n in range(1, number + 1) for what in ("raw", "plain", "keyed")]
     assert min(rates.raw, rates.plain, rates.keyed) > 0
-    client.execute("SET", "mine", 1)
+    fresh_client.execute("SET", "mine", 1)
     rounds.remove()
-    assert keys(client) == [b"mine"]
+    assert keys(fresh_client) == [b"mine"]
 
 
-def test_the_raw_loop_reads_and_acknowledges_the_whole_stream(client: Client) -> None:
-    client.pipeline([("XADD", "s", "*", "n", n) for n in range(MESSAGES)])
-    count, took_s = read_and_acknowledge(client.url, "s", most_s=1_000.0, give_up=lambda: False)
+def test_the_raw_loop_reads_and_acknowledges_the_whole_stream(fresh_client: Client) -> None:
+    fresh_client.pipeline([("XADD", "s", "*", "n", n) for n in range(MESSAGES)])
+    count, took_s = read_and_acknowledge(fresh_client.url, "s", most_s=1_000.0, give_up=lambda: False)
     assert (count, took_s > 0) == (MESSAGES, True)
-    assert client.execute("XPENDING", "s", "raw")[0] == 0
+    assert fresh_client.execute("XPENDING", "s", "raw")[0] == 0
     with pytest.raises(Unavailable):
         read_and_acknowledge("redis://127.0.0.1:1/0", "s", most_s=1.0, give_up=lambda: False)
 
 
-def test_a_measurement_without_a_message_says_what_to_do(client: Client) -> None:
-    rounds = BenchRounds(client, threading.Event(), messages=MESSAGES)
+def test_a_measurement_without_a_message_says_what_to_do(fresh_client: Client) -> None:
+    rounds = BenchRounds(fresh_client, threading.Event(), messages=MESSAGES)
     with pytest.raises(MillstreamError, match=r"no message was processed within 0\.0 s \(raw\): see millstream doctor"):
         rounds.run(0.0, lambda *_: None)
 
 
 def test_an_empty_local_redis_is_measured_with_the_rights_of_its_page_without_a_question_and_empty_afterwards(
-    client: Client,
+    fresh_client: Client,
 ) -> None:
     rule = call("acl", "worker", "producer", "--stream", "bench-*", "--user", "some").out
-    client.execute(*rule.split(), "+dbsize", ">secret")
-    shown = call(*QUICK, url=client.url.replace("redis://", "redis://some:secret@", 1))
+    fresh_client.execute(*rule.split(), "+dbsize", ">secret")
+    shown = call(*QUICK, url=fresh_client.url.replace("redis://", "redis://some:secret@", 1))
     assert shown.code == 0
-    assert client.execute("ACL", "LOG") == []
+    assert fresh_client.execute("ACL", "LOG") == []
     heading, *rows = shown.out.splitlines()
     assert heading.split("  ")[0] == "one process"
     assert [row.split("  ")[0] for row in rows] == ["redis-py, read and ack", "worker, no key", "worker, by key"]
     assert rows[0].split()[-1] == "1.00"
     assert "its keys have bench-" in shown.err
     assert "round 1: worker, by key: " in shown.err
-    assert keys(client) == []
+    assert keys(fresh_client) == []
 
 
 def test_a_redis_with_other_data_is_asked_about_first_and_keeps_it_and_json_has_rates_and_their_ratios(
-    client: Client,
+    fresh_client: Client,
 ) -> None:
-    client.execute("SET", "mine", 1)
-    refused = call(*QUICK, url=client.url)
+    fresh_client.execute("SET", "mine", 1)
+    refused = call(*QUICK, url=fresh_client.url)
     assert refused.code == 2
     assert "holds 1 key. For about 1s it would be kept busy" in refused.err
     assert "add --yes" in refused.err
-    assert in_a_terminal(*QUICK, url=client.url, answer=b"n\n").code == 1
-    assert keys(client) == [b"mine"]
-    shown = call(*QUICK, "--yes", "--json", url=client.url)
+    assert in_a_terminal(*QUICK, url=fresh_client.url, answer=b"n\n").code == 1
+    assert keys(fresh_client) == [b"mine"]
+    shown = call(*QUICK, "--yes", "--json", url=fresh_client.url)
     assert shown.code == 0
-    assert keys(client) == [b"mine"]
+    assert keys(fresh_client) == [b"mine"]
     found = shown.json()
     for name in ("worker", "keyed"):
         assert is_ratio(found[f"{name}_ratio"], found[f"{name}_per_s"], found["raw_per_s"]), found
@@ -116,22 +108,22 @@ def is_ratio(ratio: float, rate: int, raw_rate: int) -> bool:
     ("number", "code", "measured"), [(signal.SIGINT, 130, b".keyed:"), (signal.SIGTERM, 1, b".plain:")]
 )
 def test_its_keys_are_removed_when_it_is_interrupted_in_the_last_measurement_or_before(
-    client: Client, number: signal.Signals, code: int, measured: bytes
+    fresh_client: Client, number: signal.Signals, code: int, measured: bytes
 ) -> None:
-    with running("bench", "--for", "50m", url=client.url) as process:
-        eventually(lambda: any(measured in key for key in keys(client)), "the keys of the measurement")
+    with running("bench", "--for", "50m", url=fresh_client.url) as process:
+        eventually(lambda: any(measured in key for key in keys(fresh_client)), "the keys of the measurement")
         process.send_signal(number)
         stopped = ended(process)
     assert (stopped.code, stopped.out) == (code, "")
-    assert keys(client) == []
+    assert keys(fresh_client) == []
 
 
-def test_a_redis_that_is_nearly_full_is_refused_and_not_written_to(client: Client) -> None:
-    client.execute("CONFIG", "SET", "maxmemory", "32mb")
-    refused = call(*QUICK, "--yes", url=client.url)
+def test_a_redis_that_is_nearly_full_is_refused_and_not_written_to(fresh_client: Client) -> None:
+    fresh_client.execute("CONFIG", "SET", "maxmemory", "32mb")
+    refused = call(*QUICK, "--yes", url=fresh_client.url)
     assert refused.code == 1
     assert "left up to maxmemory, and this needs up to 64.0 MB: choose another Redis" in refused.err
-    assert keys(client) == []
+    assert keys(fresh_client) == []
 
 
 @pytest.mark.parametrize("url", ["redis+cluster://127.0.0.1:7000", "redis+sentinel://127.0.0.1:26379/name/0"])

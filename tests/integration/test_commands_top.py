@@ -3,7 +3,6 @@
 import json
 import re
 import subprocess
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from millstream.cli.screen import show_repeatedly
 from millstream.delivery.keyed_stream import LeaseRelease
 from millstream.delivery.last_error import LastError
 from millstream.redis_client.client import Client
-from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.key_names import HandlerKeys, live_workers_key, run_name, worker_name_key
 from millstream.redis_client.pipelining import server_time_ms
 from tests.support.clocks import ManualClock, ScriptedTime
@@ -28,12 +26,6 @@ pytestmark = [pytest.mark.cli]
 TERMINAL = {"TERM": "xterm-256color", "COLUMNS": "80", "LINES": "20"}
 FAST = ("--interval", "100ms")
 PAY, PLAIN = HandlerKeys("shop", "pay", "orders"), HandlerKeys("shop", "plain", "s")
-
-
-@pytest.fixture
-def client(millstream_fresh_server: EmbeddedServer) -> Iterator[Client]:
-    with Client(millstream_fresh_server.url) as opened:
-        yield opened
 
 
 def add_handler(client: Client, keys: HandlerKeys, entries: int = 3) -> None:
@@ -53,11 +45,11 @@ def rows(client: Client, *words: str) -> list[dict[str, Any]]:
     return found
 
 
-def test_each_handler_is_shown_with_what_waits_and_what_is_stuck(client: Client) -> None:
-    keys_in_each_state(client)
-    add_handler(client, PLAIN)
-    client.execute("XADD", PLAIN.dead_letters, "*", "n", 1)
-    found = {one["handler"]: one for one in rows(client)}
+def test_each_handler_is_shown_with_what_waits_and_what_is_stuck(fresh_client: Client) -> None:
+    keys_in_each_state(fresh_client)
+    add_handler(fresh_client, PLAIN)
+    fresh_client.execute("XADD", PLAIN.dead_letters, "*", "n", 1)
+    found = {one["handler"]: one for one in rows(fresh_client)}
     assert list(found) == ["shop.pay", "shop.plain"], "those with most waiting messages come first"
     pay = found["shop.pay"]
     assert {
@@ -76,61 +68,63 @@ def test_each_handler_is_shown_with_what_waits_and_what_is_stuck(client: Client)
     assert plain["oldest_age_ms"] > 0
 
 
-def test_the_rate_is_that_of_commits_since_the_reading_before(client: Client) -> None:
-    add_handler(client, PLAIN)
+def test_the_rate_is_that_of_commits_since_the_reading_before(fresh_client: Client) -> None:
+    add_handler(fresh_client, PLAIN)
     clock = ManualClock()
-    reader = ActivityReader(client, all_places, clock=clock)
+    reader = ActivityReader(fresh_client, all_places, clock=clock)
     assert [one.committed_per_s for one in reader.read()] == [None]
-    client.execute("HINCRBY", PLAIN.meta, "committed", 50)
+    fresh_client.execute("HINCRBY", PLAIN.meta, "committed", 50)
     clock.now_ms += 2_000
     assert [one.committed_per_s for one in reader.read()] == [25.0]
     clock.now_ms += 2_000
     assert [one.committed_per_s for one in reader.read()] == [0.0]
-    client.execute("HSET", PLAIN.meta, "committed", 10)
+    fresh_client.execute("HSET", PLAIN.meta, "committed", 10)
     clock.now_ms += 2_000
     assert [one.committed_per_s for one in reader.read()] == [0.0], "its progress was reset"
-    add_handler(client, HandlerKeys("shop", "plain", "s2"))
+    add_handler(fresh_client, HandlerKeys("shop", "plain", "s2"))
     clock.now_ms += 60_000
     assert [one.committed_per_s for one in reader.read()] == [None], "it has another stream, whose commits were before"
 
 
-def test_blocked_keys_are_counted_while_they_back_off_and_while_they_run_again(client: Client) -> None:
-    stream = keys_in_each_state(client)
-    assert activity_of(client, "shop.pay").blocked == 0
+def test_blocked_keys_are_counted_while_they_back_off_and_while_they_run_again(fresh_client: Client) -> None:
+    stream = keys_in_each_state(fresh_client)
+    assert activity_of(fresh_client, "shop.pay").blocked == 0
     error = LastError(error="RuntimeError: no gateway", attempts=2, blocks=True)
     (lease,) = stream.lease_keys(queues=1, entries=1, run=1, lease_ms=60_000, now_ms=0).leases
     stream.release_leases([LeaseRelease(lease, "backoff", 60_000, 2, error.pack())])
-    assert activity_of(client, "shop.pay").blocked == 1
-    client.execute("ZREM", PAY.backoff, "kb")
-    client.execute("ZADD", PAY.backoff, 1, lease.queue)
+    assert activity_of(fresh_client, "shop.pay").blocked == 1
+    fresh_client.execute("ZREM", PAY.backoff, "kb")
+    fresh_client.execute("ZADD", PAY.backoff, 1, lease.queue)
     stream.lease_keys(queues=1, entries=1, run=1, lease_ms=60_000, now_ms=0)
-    assert activity_of(client, "shop.pay").blocked == 1
-    client.execute("SET", PAY.crashes, "no hash")
-    assert activity_of(client, "shop.pay").blocked == 0, "unreadable data ends nothing"
+    assert activity_of(fresh_client, "shop.pay").blocked == 1
+    fresh_client.execute("SET", PAY.crashes, "no hash")
+    assert activity_of(fresh_client, "shop.pay").blocked == 0, "unreadable data ends nothing"
 
 
-def test_announced_workers_and_runs_are_alive(client: Client) -> None:
-    add_handler(client, PLAIN)
-    assert activity_of(client, "shop.plain").workers == 0
-    now_ms = server_time_ms(client)
-    client.execute("ZADD", live_workers_key("shop", "plain"), now_ms + 60_000, "w-0", now_ms + 60_000, "w-1", 1, "gone")
-    assert activity_of(client, "shop.plain").workers == 2
-    client.execute("SET", worker_name_key("shop", run_name("plain")), "token")
-    assert activity_of(client, "shop.plain").workers == 3
+def test_announced_workers_and_runs_are_alive(fresh_client: Client) -> None:
+    add_handler(fresh_client, PLAIN)
+    assert activity_of(fresh_client, "shop.plain").workers == 0
+    now_ms = server_time_ms(fresh_client)
+    fresh_client.execute(
+        "ZADD", live_workers_key("shop", "plain"), now_ms + 60_000, "w-0", now_ms + 60_000, "w-1", 1, "gone"
+    )
+    assert activity_of(fresh_client, "shop.plain").workers == 2
+    fresh_client.execute("SET", worker_name_key("shop", run_name("plain")), "token")
+    assert activity_of(fresh_client, "shop.plain").workers == 3
 
 
 def test_an_idle_handler_costs_as_many_commands_for_its_workers_and_keys_however_many_streams_it_has(
-    client: Client,
+    fresh_client: Client,
 ) -> None:
     found = []
     for number in (20, 40):
         for n in range(number - 20, number):
-            add_handler(client, HandlerKeys("shop", "plain", f"s:{n}"), entries=1)
-        reader = ActivityReader(client, all_places, clock=ManualClock())
+            add_handler(fresh_client, HandlerKeys("shop", "plain", f"s:{n}"), entries=1)
+        reader = ActivityReader(fresh_client, all_places, clock=ManualClock())
         reader.read()
-        before = commands_run(client.execute)
+        before = commands_run(fresh_client.execute)
         reader.read()
-        found.append(commands_run(client.execute) - before)
+        found.append(commands_run(fresh_client.execute) - before)
     few, many = found
     assert "scan" not in many, "streams are not looked for each time"
     assert "xinfo|stream" not in many
@@ -152,20 +146,20 @@ def test_reading_takes_at_most_a_tenth_of_the_time(monkeypatch: pytest.MonkeyPat
     assert [round(one, 6) for one in time.slept_s] == [1.99, 27.0, 2.0]
 
 
-def test_a_name_selects_an_app_or_a_handler(client: Client) -> None:
-    add_handler(client, PLAIN)
-    add_handler(client, HandlerKeys("bank", "book", "s2"))
-    assert [one["handler"] for one in rows(client, "bank")] == ["bank.book"]
-    assert [one["handler"] for one in rows(client, "shop.plain")] == ["shop.plain"]
-    unknown = call("top", "shop.none", *FAST, url=client.url)
+def test_a_name_selects_an_app_or_a_handler(fresh_client: Client) -> None:
+    add_handler(fresh_client, PLAIN)
+    add_handler(fresh_client, HandlerKeys("bank", "book", "s2"))
+    assert [one["handler"] for one in rows(fresh_client, "bank")] == ["bank.book"]
+    assert [one["handler"] for one in rows(fresh_client, "shop.plain")] == ["shop.plain"]
+    unknown = call("top", "shop.none", *FAST, url=fresh_client.url)
     assert (unknown.code, "no handler 'shop.none' has run on this Redis" in unknown.err) == (1, True)
 
 
-def test_in_a_pipe_the_figures_are_shown_once_with_rates(client: Client) -> None:
-    assert call("top", *FAST, url=client.url).err == "no handler has run on this Redis\n"
-    add_handler(client, PLAIN)
-    call("pause", "shop.plain", url=client.url)
-    shown = call("top", *FAST, url=client.url)
+def test_in_a_pipe_the_figures_are_shown_once_with_rates(fresh_client: Client) -> None:
+    assert call("top", *FAST, url=fresh_client.url).err == "no handler has run on this Redis\n"
+    add_handler(fresh_client, PLAIN)
+    call("pause", "shop.plain", url=fresh_client.url)
+    shown = call("top", *FAST, url=fresh_client.url)
     heading, row = shown.out.splitlines()
     assert heading.split() == [
         "handler",
@@ -184,20 +178,20 @@ def test_in_a_pipe_the_figures_are_shown_once_with_rates(client: Client) -> None
     assert shown.code == 0
 
 
-def test_json_is_a_line_for_each_interval_until_it_is_stopped(client: Client) -> None:
-    add_handler(client, PLAIN)
-    with running("top", *FAST, "--json", url=client.url, stderr=subprocess.DEVNULL) as process:
+def test_json_is_a_line_for_each_interval_until_it_is_stopped(fresh_client: Client) -> None:
+    add_handler(fresh_client, PLAIN)
+    with running("top", *FAST, "--json", url=fresh_client.url, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None
         lines = [json.loads(process.stdout.readline()) for _ in range(3)]
     assert [line["handlers"][0]["committed_per_s"] for line in lines] == [0.0] * 3
     assert lines[0]["at_ms"] < lines[1]["at_ms"] < lines[2]["at_ms"]
 
 
-def test_a_terminal_shows_them_in_place_until_ctrl_c_and_colours_what_is_wrong(client: Client) -> None:
-    add_handler(client, HandlerKeys("international-settlement", "reconcile_accounts", "s"))
-    keys_in_each_state(client)
+def test_a_terminal_shows_them_in_place_until_ctrl_c_and_colours_what_is_wrong(fresh_client: Client) -> None:
+    add_handler(fresh_client, HandlerKeys("international-settlement", "reconcile_accounts", "s"))
+    keys_in_each_state(fresh_client)
     clear, end = "\x1b[2J", "\x1b[J"
-    shown = in_a_terminal("top", *FAST, url=client.url, env=TERMINAL, until=f"{end}\x1b[H".encode())
+    shown = in_a_terminal("top", *FAST, url=fresh_client.url, env=TERMINAL, until=f"{end}\x1b[H".encode())
     assert shown.code == 130
     assert shown.out.count(clear) == 1
     plain = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", shown.out).replace("\r", "").splitlines()
@@ -207,25 +201,27 @@ def test_a_terminal_shows_them_in_place_until_ctrl_c_and_colours_what_is_wrong(c
     assert re.findall(r"\x1b\[([0-9;]+)m *([^\x1b]*?) *\x1b\[0m", row) == [("33", "1"), ("1;31", "0")]
 
 
-def test_once_ends_in_a_terminal_too(client: Client) -> None:
-    add_handler(client, PLAIN)
-    shown = in_a_terminal("top", *FAST, "--once", url=client.url, env=TERMINAL)
+def test_once_ends_in_a_terminal_too(fresh_client: Client) -> None:
+    add_handler(fresh_client, PLAIN)
+    shown = in_a_terminal("top", *FAST, "--once", url=fresh_client.url, env=TERMINAL)
     assert (shown.code, "Ctrl-C" in shown.out, "shop.plain" in shown.out) == (0, False, True)
 
 
-def test_handlers_that_the_user_may_not_access_are_left_out_and_counted(client: Client) -> None:
-    add_handler(client, PLAIN)
-    add_handler(client, HandlerKeys("bank", "book", "s2"))
-    client.execute("ACL", "SETUSER", "some", "on", ">secret", "+@all", "~s", "~millstream:{s}*", "~millstream:worker:*")
-    url = client.url.replace("redis://", "redis://some:secret@", 1)
+def test_handlers_that_the_user_may_not_access_are_left_out_and_counted(fresh_client: Client) -> None:
+    add_handler(fresh_client, PLAIN)
+    add_handler(fresh_client, HandlerKeys("bank", "book", "s2"))
+    fresh_client.execute(
+        "ACL", "SETUSER", "some", "on", ">secret", "+@all", "~s", "~millstream:{s}*", "~millstream:worker:*"
+    )
+    url = fresh_client.url.replace("redis://", "redis://some:secret@", 1)
     shown = call("top", *FAST, url=url)
     assert ("shop.plain" in shown.out, "bank.book" in shown.out) == (True, False)
     assert shown.err == "not shown: 1 handler that this Redis user may not access\n"
     for readable in ("none", "s"):
-        client.execute("ACL", "SETUSER", "some", "resetkeys", f"~{readable}")
+        fresh_client.execute("ACL", "SETUSER", "some", "resetkeys", f"~{readable}")
         assert call("top", *FAST, url=url).code == 3, readable
 
 
 @pytest.mark.parametrize("words", [("--interval", "soon"), ("--interval", "1ms"), ("a.b.c",)])
-def test_what_is_no_interval_or_name_is_wrong_usage(client: Client, words: tuple[str, ...]) -> None:
-    assert call("top", *words, url=client.url).code == 2
+def test_what_is_no_interval_or_name_is_wrong_usage(fresh_client: Client, words: tuple[str, ...]) -> None:
+    assert call("top", *words, url=fresh_client.url).code == 2

@@ -4,7 +4,6 @@ import json
 import re
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,12 +34,6 @@ PAY = HandlerKeys("shop", "pay", "orders")
 
 
 @pytest.fixture
-def client(millstream_fresh_server: EmbeddedServer) -> Iterator[Client]:
-    with Client(millstream_fresh_server.url) as opened:
-        yield opened
-
-
-@pytest.fixture
 def recorder() -> Recorder:
     return Recorder()
 
@@ -60,9 +53,9 @@ def work(client: Client) -> ReliableStream:
     return stream
 
 
-def test_keys_are_counted_by_state_with_the_wait_of_the_oldest(client: Client, recorder: Recorder) -> None:
-    keys_in_each_state(client)
-    reader(client, recorder).read_all()
+def test_keys_are_counted_by_state_with_the_wait_of_the_oldest(fresh_client: Client, recorder: Recorder) -> None:
+    keys_in_each_state(fresh_client)
+    reader(fresh_client, recorder).read_all()
     for state in ("ready", "leased", "backing_off", "parked"):
         assert recorder.value(m.KEYS, handler="shop.pay", state=state) == 1, state
         assert 0 < recorder.value(m.OLDEST_KEY, handler="shop.pay", state=state) < 600, state
@@ -70,14 +63,14 @@ def test_keys_are_counted_by_state_with_the_wait_of_the_oldest(client: Client, r
 
 
 def test_messages_in_key_queues_count_as_waiting_though_the_lag_of_redis_is_zero(
-    client: Client, recorder: Recorder
+    fresh_client: Client, recorder: Recorder
 ) -> None:
-    client.execute("XADD", "orders", "*", "key", "a", "n", 9)  # Redis knows no lag where a stream was empty
-    keys_in_each_state(client)
-    (group,) = client.execute("XINFO", "GROUPS", "orders")
+    fresh_client.execute("XADD", "orders", "*", "key", "a", "n", 9)  # Redis knows no lag where a stream was empty
+    keys_in_each_state(fresh_client)
+    (group,) = fresh_client.execute("XINFO", "GROUPS", "orders")
     assert group[group.index(b"lag") + 1] == 0
-    client.execute("XADD", "orders", "*", "key", "e", "n", 0)
-    figures = reader(client, recorder)
+    fresh_client.execute("XADD", "orders", "*", "key", "e", "n", 0)
+    figures = reader(fresh_client, recorder)
     figures.read_all()
     assert recorder.value(m.LAG, handler="shop.pay") == 13
     status, answer = scale(figures, "shop.pay")
@@ -88,12 +81,12 @@ def test_messages_in_key_queues_count_as_waiting_though_the_lag_of_redis_is_zero
     assert status == 200
 
 
-def test_unread_and_pending_messages_count_as_waiting_without_a_key(client: Client, recorder: Recorder) -> None:
-    stream = work(client)
-    client.pipeline([("XADD", "orders", "*", "n", n) for n in range(7)])
+def test_unread_and_pending_messages_count_as_waiting_without_a_key(fresh_client: Client, recorder: Recorder) -> None:
+    stream = work(fresh_client)
+    fresh_client.pipeline([("XADD", "orders", "*", "n", n) for n in range(7)])
     found = stream.fetch(count=3)
     assert stream.ack(found[0]) == []
-    figures = reader(client, recorder)
+    figures = reader(fresh_client, recorder)
     figures.read_all()
     _, answer = scale(figures, "shop.pay")
     assert (answer["waiting"], answer["in_flight"], answer["keys_ready"]) == (6, 2, 0)
@@ -101,34 +94,34 @@ def test_unread_and_pending_messages_count_as_waiting_without_a_key(client: Clie
 
 
 def test_a_lag_that_redis_does_not_know_is_counted_and_trimmed_entries_do_not_count(
-    client: Client, recorder: Recorder
+    fresh_client: Client, recorder: Recorder
 ) -> None:
-    stream = work(client)
-    ids = client.pipeline([("XADD", "orders", "*", "n", n) for n in range(20)])
+    stream = work(fresh_client)
+    ids = fresh_client.pipeline([("XADD", "orders", "*", "n", n) for n in range(20)])
     for one in stream.fetch(count=2):
         assert stream.ack(one) == []
-    client.execute("XDEL", "orders", ids[10])
-    (group,) = client.execute("XINFO", "GROUPS", "orders")
+    fresh_client.execute("XDEL", "orders", ids[10])
+    (group,) = fresh_client.execute("XINFO", "GROUPS", "orders")
     assert group[group.index(b"lag") + 1] is None
-    figures = reader(client, recorder)
+    figures = reader(fresh_client, recorder)
     figures.read_all()
     assert recorder.value(m.LAG, handler="shop.pay") == 17
-    client.execute("XTRIM", "orders", "MAXLEN", 4)
+    fresh_client.execute("XTRIM", "orders", "MAXLEN", 4)
     figures.read_all()
     assert recorder.value(m.LAG, handler="shop.pay") == 4
     assert recorder.value(m.OLDEST_MESSAGE, handler="shop.pay") > 0
 
 
 def test_dead_letters_are_counted_by_reason_and_unreadable_or_old_ones_as_other(
-    client: Client, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+    fresh_client: Client, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stream = work(client)
-    client.pipeline([("XADD", "orders", "*", "n", n) for n in range(120)])
+    stream = work(fresh_client)
+    fresh_client.pipeline([("XADD", "orders", "*", "n", n) for n in range(120)])
     for n, one in enumerate(stream.fetch(count=120)):
         letter = stream.new_dead_letter(one, reason="failed" if n < 100 else "rejected", error="no")
         assert stream.dead_letter((one, letter)) == []
-    client.execute("XADD", PAY.dead_letters, "*", "no", "letter")
-    figures = reader(client, recorder)
+    fresh_client.execute("XADD", PAY.dead_letters, "*", "no", "letter")
+    figures = reader(fresh_client, recorder)
 
     def lying() -> tuple[float, ...]:
         figures.read_all()
@@ -140,27 +133,27 @@ def test_dead_letters_are_counted_by_reason_and_unreadable_or_old_ones_as_other(
     assert lying() == (100, 20, 0, 1)
     monkeypatch.setattr("millstream.admin.handler_figures._MOST_LETTERS", 50)
     assert lying() == (29, 20, 0, 72)
-    client.execute("DEL", PAY.dead_letters)
+    fresh_client.execute("DEL", PAY.dead_letters)
     assert lying() == (0, 0, 0, 0)
 
 
-def test_delayed_messages_and_a_pause_are_shown(client: Client, recorder: Recorder) -> None:
-    work(client)
-    with Producer(client) as producer:
+def test_delayed_messages_and_a_pause_are_shown(fresh_client: Client, recorder: Recorder) -> None:
+    work(fresh_client)
+    with Producer(fresh_client) as producer:
         producer.publish("orders", {"n": 1}, delay_ms=3_600_000)
-    figures = reader(client, recorder)
+    figures = reader(fresh_client, recorder)
     figures.read_all()
     assert recorder.value(m.DELAYED, handler="shop.pay") == 1
     assert recorder.value(m.PAUSED, handler="shop.pay") == 0
-    CommitStore(client, app="shop", handler="pay").set_paused(["orders"], paused=True)
+    CommitStore(fresh_client, app="shop", handler="pay").set_paused(["orders"], paused=True)
     figures.read_all()
     assert recorder.value(m.PAUSED, handler="shop.pay") == 1
     assert scale(figures, "shop.pay")[1]["paused"] is True
 
 
-def test_the_figures_of_a_handler_show_when_they_were_last_read(client: Client, recorder: Recorder) -> None:
-    work(client)
-    figures = reader(client, recorder)
+def test_the_figures_of_a_handler_show_when_they_were_last_read(fresh_client: Client, recorder: Recorder) -> None:
+    work(fresh_client)
+    figures = reader(fresh_client, recorder)
     for _ in range(2):
         before_s = time.time()
         figures.read_all()
@@ -168,31 +161,33 @@ def test_the_figures_of_a_handler_show_when_they_were_last_read(client: Client, 
 
 
 def test_the_figures_of_a_handler_are_the_sums_over_its_streams(
-    client: Client, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+    fresh_client: Client, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("millstream.admin.redis_metrics.AT_ONCE", 7)
     names = [f"s{n}" for n in range(30)]
-    client.pipeline([("XADD", name, "*", "n", 1) for name in names])
-    client.execute("SET", "no-stream", "x")
+    fresh_client.pipeline([("XADD", name, "*", "n", 1) for name in names])
+    fresh_client.execute("SET", "no-stream", "x")
     places = [HandlerKeys("shop", "pay", name) for name in (*names, "no-stream", "gone")]
-    figures = reader(client, recorder, {"shop.pay": places})
+    figures = reader(fresh_client, recorder, {"shop.pay": places})
     figures.read_all()
     assert recorder.value(m.LAG, handler="shop.pay") == 30
 
 
-def test_the_cost_of_a_reading_does_not_grow_with_the_keys(client: Client, recorder: Recorder) -> None:
+def test_the_cost_of_a_reading_does_not_grow_with_the_keys(fresh_client: Client, recorder: Recorder) -> None:
     def commands(keys: int) -> int:
-        client.execute("FLUSHALL")
-        client.execute("HSET", PAY.meta, "owner", "keyed", "look_ahead", 100_000)
-        client.execute("XADD", "orders", "*", "n", 1)
-        client.execute("XGROUP", "CREATE", "orders", PAY.group, "0")
+        fresh_client.execute("FLUSHALL")
+        fresh_client.execute("HSET", PAY.meta, "owner", "keyed", "look_ahead", 100_000)
+        fresh_client.execute("XADD", "orders", "*", "n", 1)
+        fresh_client.execute("XGROUP", "CREATE", "orders", PAY.group, "0")
         for at in range(0, keys, 1_000):
-            client.execute("RPUSH", PAY.ready, *(f"k{n}" for n in range(at, at + 1_000)))
-            client.execute("ZADD", PAY.backoff, *(part for n in range(at, at + 1_000) for part in (n, f"b{n}")))
-            client.execute("HSET", PAY.parked, *(part for n in range(at, at + 1_000) for part in (f"p{n}", "1 x")))
-        client.execute("CONFIG", "RESETSTAT")
-        reader(client, recorder, {"shop.pay": [PAY]}).read_all()
-        counted: bytes = client.execute("INFO", "stats")
+            fresh_client.execute("RPUSH", PAY.ready, *(f"k{n}" for n in range(at, at + 1_000)))
+            fresh_client.execute("ZADD", PAY.backoff, *(part for n in range(at, at + 1_000) for part in (n, f"b{n}")))
+            fresh_client.execute(
+                "HSET", PAY.parked, *(part for n in range(at, at + 1_000) for part in (f"p{n}", "1 x"))
+            )
+        fresh_client.execute("CONFIG", "RESETSTAT")
+        reader(fresh_client, recorder, {"shop.pay": [PAY]}).read_all()
+        counted: bytes = fresh_client.execute("INFO", "stats")
         (line,) = (line for line in counted.splitlines() if line.startswith(b"total_commands_processed:"))
         return int(line.partition(b":")[2])
 
@@ -202,7 +197,7 @@ def test_the_cost_of_a_reading_does_not_grow_with_the_keys(client: Client, recor
 
 
 def test_a_reading_of_very_many_streams_pauses_nine_times_as_long_as_it_reads(
-    client: Client, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+    fresh_client: Client, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("millstream.admin.redis_metrics.AT_ONCE", 5)
     clock, rests = ManualClock(), []
@@ -217,7 +212,7 @@ def test_a_reading_of_very_many_streams_pauses_nine_times_as_long_as_it_reads(
 
     monkeypatch.setattr("millstream.admin.redis_metrics.add_figures", read)
     places = [HandlerKeys("shop", "pay", f"s{n}") for n in range(12)]
-    RedisMetrics(client, lambda _: {"shop.pay": places}, recorder, clock=clock).read_all(Stopping())
+    RedisMetrics(fresh_client, lambda _: {"shop.pay": places}, recorder, clock=clock).read_all(Stopping())
     assert rests == [9, 9, 9]
 
 
@@ -244,9 +239,11 @@ def test_no_figures_are_shown_while_redis_cannot_be_read(
     assert caplog.text.count("cannot read the figures of handlers") == 1
 
 
-def test_the_value_that_the_page_on_scaling_names_is_a_number_in_the_answer(client: Client, recorder: Recorder) -> None:
-    keys_in_each_state(client)
-    figures = reader(client, recorder)
+def test_the_value_that_the_page_on_scaling_names_is_a_number_in_the_answer(
+    fresh_client: Client, recorder: Recorder
+) -> None:
+    keys_in_each_state(fresh_client)
+    figures = reader(fresh_client, recorder)
     figures.read_all()
     page = (Path(__file__).parents[2] / "docs/scaling.md").read_text()
     paths = set(re.findall(r'url: "http://exporter:9464(/scale\?handler=)shop\.\w+"', page))
@@ -261,29 +258,29 @@ def test_the_value_that_the_page_on_scaling_names_is_a_number_in_the_answer(clie
     assert refused.status_code == 404
 
 
-def test_an_error_of_one_reading_does_not_end_the_readings(client: Client, recorder: Recorder) -> None:
+def test_an_error_of_one_reading_does_not_end_the_readings(fresh_client: Client, recorder: Recorder) -> None:
     def discover(found: Client) -> Places:
         raise ConfigError("two generations of partitions")
 
-    figures = RedisMetrics(client, discover, recorder)
+    figures = RedisMetrics(fresh_client, discover, recorder)
     figures.read_all()
     assert recorder.value(m.REDIS_UP) == 0
     assert scale(figures, "shop.pay") == (503, {"error": "two generations of partitions"})
 
 
-def test_an_unknown_handler_is_refused_with_the_names_of_the_others(client: Client, recorder: Recorder) -> None:
-    keys_in_each_state(client)
-    figures = reader(client, recorder)
+def test_an_unknown_handler_is_refused_with_the_names_of_the_others(fresh_client: Client, recorder: Recorder) -> None:
+    keys_in_each_state(fresh_client)
+    figures = reader(fresh_client, recorder)
     figures.read_all()
     assert scale(figures, "shop.nay") == (404, {"error": "give ?handler=APP.HANDLER, one of: shop.pay"})
-    client.execute("FLUSHALL")
+    fresh_client.execute("FLUSHALL")
     figures._known._due_ms = 0
     figures.read_all()
     assert scale(figures, "shop.pay")[0] == 404
     assert not [family for family in recorder.collect() if family.samples and family.name == "millstream_keys"]
 
 
-def test_the_streams_of_an_app_are_found_for_every_kind_of_handler(client: Client) -> None:
+def test_the_streams_of_an_app_are_found_for_every_kind_of_handler(fresh_client: Client) -> None:
     app = App("shop")
 
     def handle(message: Message) -> None:
@@ -293,11 +290,12 @@ def test_the_streams_of_an_app_are_found_for_every_kind_of_handler(client: Clien
     app.handler(pattern="orders.*", name="matching")(handle)
     app.handler("base", name="spread", key="k", partitions=2)(handle)
     app.handler(announced="calls", name="announced", order="stream")(handle)
-    client.execute("XADD", "orders.1", "*", "n", 1)
-    Partitions(client, "base").create(2)
-    announce(client, "calls", "call:1")
+    fresh_client.execute("XADD", "orders.1", "*", "n", 1)
+    Partitions(fresh_client, "base").create(2)
+    announce(fresh_client, "calls", "call:1")
     found = {
-        label: [keys.stream for keys in places] for label, places in places_of(client, app.handlers.values()).items()
+        label: [keys.stream for keys in places]
+        for label, places in places_of(fresh_client, app.handlers.values()).items()
     }
     assert found == {
         "shop.named": ["a", "b"],
@@ -307,8 +305,8 @@ def test_the_streams_of_an_app_are_found_for_every_kind_of_handler(client: Clien
     }
 
 
-def test_the_metrics_are_read_until_they_are_stopped(client: Client, recorder: Recorder) -> None:
-    keys_in_each_state(client)
+def test_the_metrics_are_read_until_they_are_stopped(fresh_client: Client, recorder: Recorder) -> None:
+    keys_in_each_state(fresh_client)
     stopping, read = threading.Event(), threading.Event()
 
     def discover(found: Client) -> Places:
@@ -316,7 +314,7 @@ def test_the_metrics_are_read_until_they_are_stopped(client: Client, recorder: R
             read.set()
         return all_places(found)
 
-    figures = RedisMetrics(client, discover, recorder, every_ms=1, clock=SYSTEM_CLOCK)
+    figures = RedisMetrics(fresh_client, discover, recorder, every_ms=1, clock=SYSTEM_CLOCK)
     thread = threading.Thread(target=figures.run, args=(stopping,))
     thread.start()
     assert read.wait(FAIL_SAFE_S)
