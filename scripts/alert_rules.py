@@ -38,7 +38,7 @@ class Rule:
     """One alert.
 
     * `expression`: fires while it has been true for `minutes`
-    * `summary`: one sentence for whoever is paged, with labels that the expression leaves
+    * `summary`: one sentence for the person on call, with labels that the result of the expression has
     * `section`: the section of the runbook, by its anchor
     """
 
@@ -59,7 +59,7 @@ def series(metric: Metric, **matchers: str) -> str:
 
 
 def highest(metric: Metric, *labels: str, **matchers: str) -> str:
-    """A figure from Redis, which each process exports alike."""
+    """A figure from Redis: each process exports the same value."""
     return grouped("max", metric, labels, series(metric, **matchers))
 
 
@@ -74,7 +74,7 @@ def rules() -> Sequence[Rule]:
 
 
 def messages() -> Sequence[Rule]:
-    """Messages that are dead, lost, or wait."""
+    """Dead letters, lost messages, and messages that wait."""
     letters = grouped("sum", m.DEAD_LETTERS, ("handler",), highest(m.DEAD_LETTERS, "handler", "reason"))
     lost = grouped("sum", m.TRIMMED, ("handler",), f"increase({series(m.TRIMMED)}[1h])")
     return (
@@ -114,7 +114,7 @@ def messages() -> Sequence[Rule]:
 
 
 def keys() -> Sequence[Rule]:
-    """Keys that hold up their messages, or all others."""
+    """Keys that block their own messages, or soon all others."""
     waits = highest(m.OLDEST_KEY, "handler", "state", state='=~"backing_off|leased"')
     return (
         Rule(

@@ -181,7 +181,7 @@ class LeaseTable:
                     changes += self._revoke(held, "forgotten" if self._is_uncertain else "taken away", now_ms)
             added = [lease for lease in reply.all_held if lease.stream not in self._held]  # those of lost replies, too
         for lease in added:
-            if lease.stream in self._held:  # the same heartbeat had ended it
+            if lease.stream in self._held:  # the same heartbeat has ended the lease before
                 changes += self._revoke(self._held[lease.stream], "taken away", now_ms)
             self._held[lease.stream] = HeldLease(lease, now_ms)
             changes.append(StreamAdded(lease=lease))
@@ -236,7 +236,7 @@ class LeaseTable:
     def revoke_excess(self, count: int, now_ms: float) -> list[Change]:
         """Revoke `count` leases for balance: they stay valid for `drain_ms`, so that the program can finish its work.
 
-        The newest first, and those with a deadline for progress last: there the program is at work.
+        It revokes the newest ones first, and those with a deadline for progress last: the program works on their streams.
         """
         kept = [held for held in reversed(self._all()) if held.revoke_at_ms is None]
         changes: list[Change] = []
