@@ -435,10 +435,12 @@ def test_a_redriven_entry_runs_in_its_own_handler_only_and_without_the_redrive_f
         (1, b"a", {REDRIVE_FIELD: b"app.handle", "n": 1}),
         (2, b"a", {REDRIVE_FIELD: b"app.another", "n": 2}),
         (3, b"a", {"n": 3}),
+        (4, b"a", {REDRIVE_FIELD: b"app.another", "n": 4}),
+        (5, b"a", {REDRIVE_FIELD: b"app.handle", "n": 5}),
     ]
     report = bench.process(only(app, handle, key="k"), bench.rows(*rows))
-    assert pairs == [[b"n", b"1"], [b"n", b"3"]]
-    assert report["committed"] == 3
+    assert pairs == [[b"n", b"1"], [b"n", b"3"], [b"n", b"5"]]
+    assert report["committed"] == 5
 
 
 def test_a_run_longer_than_a_commit_is_committed_in_parts(bench: TaskFixture) -> None:

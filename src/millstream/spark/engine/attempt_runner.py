@@ -1,8 +1,8 @@
 """AttemptRunner: runs attempts of a task's handler under their time limit, and stops the clock while none runs."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, TypeVar
 
 from millstream.handlers.attempt import (
@@ -60,24 +60,35 @@ class AttemptRunner:
         not run now, None if it may.
         """
         if not self._handler.is_async:
-            with permitted() as refusal:
-                return refusal or attempt_plain(self._handler, message, state, self._time_limit.guard)
+            with permitted() as refusal, self._time_limit.outside_loop() as guard:
+                return refusal or attempt_plain(self._handler, message, state, guard)
         async with self._slots:
             with permitted() as refusal:
                 if refusal is not None:
                     return refusal
                 return await self._in_task(attempt(self._handler, message, state))
 
+    @contextmanager
+    def consecutive(self) -> Iterator[Callable[[Message, bytes], Outcome]]:
+        """Return what runs attempts of a plain handler, on a message with a state, while nothing waits in between.
+
+        The event loop is left once for all of them, and not for each.
+        """
+        with self._time_limit.outside_loop() as guard:
+            yield lambda message, state: attempt_plain(self._handler, message, state, guard)
+
     async def run_batch(self, messages: Sequence[Message]) -> BatchOutcome:
         """Run one attempt on several messages together and return their outcomes."""
         if not self._handler.is_async:
-            return attempt_batch_plain(self._handler, messages, self._time_limit.guard)
+            with self._time_limit.outside_loop() as guard:
+                return attempt_batch_plain(self._handler, messages, guard)
         return await self._run_in_task(attempt_batch(self._handler, messages))
 
     async def run_list(self, messages: Sequence[Message], state: bytes) -> ListOutcome:
         """Run one attempt on several messages of one key together; return of how many the outcome is, and this outcome."""
         if not self._handler.is_async:
-            return attempt_list_plain(self._handler, messages, state, self._time_limit.guard)
+            with self._time_limit.outside_loop() as guard:
+                return attempt_list_plain(self._handler, messages, state, guard)
         return await self._run_in_task(attempt_list(self._handler, messages, state))
 
     async def _run_in_task(self, run: Coroutine[Any, Any, T]) -> T:
@@ -99,6 +110,10 @@ class AttemptRunner:
         self.disarm()
         with self._heartbeat.paused():
             return self._client.retry_while_unavailable(operation, what=self._handler.label)
+
+    def call_behind(self, operation: Callable[[], T], /) -> T:
+        """Call Redis until it answers, in a thread beside the one that runs attempts."""
+        return self._client.retry_while_unavailable(operation, what=self._handler.label)
 
     async def sleep(self, duration_ms: float) -> None:
         """Sleep, disarming the time limit that other attempts leave armed when they end meanwhile."""

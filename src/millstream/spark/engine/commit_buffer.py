@@ -31,6 +31,11 @@ class CommitBuffer:
         """True if a flush is due."""
         return self._message_count >= COMMIT_MESSAGES or self._bytes >= COMMIT_BYTES
 
+    @property
+    def has_deferrals(self) -> bool:
+        """True if a deferral is staged."""
+        return bool(self._deferred)
+
     def is_filled_by(self, run: KeyRun) -> bool:
         """Return True if a flush is due once the effects of this run are staged, which may go on."""
         effects = run.effects
@@ -61,11 +66,15 @@ class CommitBuffer:
         """
         staged, self._staged, self._message_count, self._bytes = self._staged, [], 0, 0
         if staged:
-            for run in commit(staged):
-                self.refused |= dict.fromkeys((run, *run.others))
+            self.refuse(commit(staged))
         deferred, self._deferred = self._deferred, []
         if deferred:
             self.refused |= dict.fromkeys(defer([run for run in deferred if run not in self.refused]))
+
+    def refuse(self, runs: Iterable[KeyRun]) -> None:
+        """Note runs whose commit was refused, and those that it covers."""
+        for run in runs:
+            self.refused |= dict.fromkeys((run, *run.others))
 
     def pop_refused(self) -> list[KeyRun]:
         """Remove and return the refused runs."""

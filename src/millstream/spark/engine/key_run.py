@@ -25,17 +25,20 @@ _pack = msgspec.msgpack.Encoder().encode
 _DELETED = _pack([REDRIVE_FIELD, b""])  # a deleted entry: meant for no handler, so it is skipped
 
 
-@dataclass(slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One row: an entry id and its fields, still packed as msgpack."""
 
     id: EntryId
     packed: bytes
 
+    @property
+    def may_be_for_one(self) -> bool:
+        """True if it may be for one handler alone, as what was redriven is. Nothing is unpacked for that."""
+        return REDRIVE_FIELD in self.packed[:_HEAD_BYTES]
+
     def add_copy_to(self, effects: Effects) -> None:
         """Add its id to the effects that complete it, if it may be the edited copy of a dead letter."""
-        # Most are not: only what was redriven is looked at as a whole, and nothing is unpacked for that.
-        if REDRIVE_FIELD in self.packed[:_HEAD_BYTES] and EDITED_FIELD in self.packed:
+        if self.may_be_for_one and EDITED_FIELD in self.packed:
             effects.add_copy(str(self.id))
 
 

@@ -1,7 +1,13 @@
-"""RunCommitter: commits the effects of key runs in Redis, and defers what remains of them."""
+"""RunCommitter: commits the effects of key runs in Redis, and defers what remains of them.
+
+A commit may be on its way while the task runs other keys: one at a time, in a thread that only calls Redis. What its reply
+changes, the task changes once it takes the reply.
+"""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
 
@@ -15,25 +21,65 @@ from millstream.spark.engine.task_metrics import TaskMetrics
 
 
 class RunCommitter:
-    """Commits and defers the runs of one task, and counts that in `metrics` and `failures`. `call`: calls Redis."""
+    """Commits and defers the runs of one task, and counts that in `metrics` and `failures`.
+
+    * `call`: calls Redis until it answers, while nothing runs; `call_behind`: does so in another thread
+    """
 
     def __init__(
-        self, commit_store: CommitStore, metrics: Mapping[str, TaskMetrics], failures: FailureRecorder, call: CallRedis
+        self,
+        commit_store: CommitStore,
+        metrics: Mapping[str, TaskMetrics],
+        failures: FailureRecorder,
+        call: CallRedis,
+        call_behind: CallRedis,
     ) -> None:
         self._commit_store = commit_store
         self._metrics = metrics
         self._failures = failures
         self._call = call
+        self._call_behind = call_behind
+        self._thread: ThreadPoolExecutor | None = None
+        self._begun: tuple[Sequence[KeyRun], Future[set[int]]] | None = None
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Let commits begin within the block; its end waits for the last of them, whose reply nothing may need any more."""
+        with ThreadPoolExecutor(1, "millstream-commit") as self._thread:
+            try:
+                yield
+            finally:
+                self._begun = None
 
     def commit(self, runs: Sequence[KeyRun]) -> list[KeyRun]:
         """Commit the effects of `runs`, in as many calls as they need; return those that were refused."""
-        return [one for some in chunk_by_size(runs, attrgetter("effects")) for one in self._commit_together(some)]
+        return self._settle(runs, self._send(runs, self._call))
 
-    def _commit_together(self, runs: Sequence[KeyRun]) -> list[KeyRun]:
-        effects: dict[str, list[Effects]] = defaultdict(list)
-        for run in runs:
-            effects[run.stream].append(run.effects)
-        refused_effects = {id(one) for one in self._call(lambda: self._commit_store.commit(effects))}
+    def begin(self, runs: Sequence[KeyRun]) -> Sequence[KeyRun]:
+        """Begin to commit the effects of `runs`, which must not change until `finish`. Refuses none by itself."""
+        assert self._thread is not None
+        assert self._begun is None
+        self._begun = runs, self._thread.submit(self._send, runs, self._call_behind)
+        return ()
+
+    def finish(self) -> list[KeyRun]:
+        """Wait for the commit that has begun, if any; return the runs that were refused. Raises RedisError as `commit`."""
+        if self._begun is None:
+            return []
+        (runs, reply), self._begun = self._begun, None
+        return self._settle(runs, reply.result() if reply.done() else self._call(reply.result))
+
+    def _send(self, runs: Sequence[KeyRun], call: CallRedis) -> set[int]:
+        """Commit in as many calls as needed; return which effects were refused, by their identity."""
+        refused: set[int] = set()
+        for some in chunk_by_size(runs, attrgetter("effects")):
+            effects: dict[str, list[Effects]] = defaultdict(list)
+            for run in some:
+                effects[run.stream].append(run.effects)
+            refused.update(map(id, call(partial(self._commit_store.commit, effects))))
+        return refused
+
+    def _settle(self, runs: Sequence[KeyRun], refused_effects: set[int]) -> list[KeyRun]:
         refused: list[KeyRun] = []
         for run in runs:
             metrics = self._metrics[run.stream]

@@ -81,8 +81,11 @@ class PartitionTask:
         self._rate_limit = RateLimit(handler.rate, self._commit_store, call=attempts.call, sleep=attempts.sleep)
         self._permits = TaskPermits.of(handler, self._commit_store, attempts.call)
         self._breaker = TaskBreaker(handler.breaker)
+        self._runs_ahead = not (handler.is_async or handler.in_batches or self._permits)
         self._buffer = CommitBuffer()
-        self._committer = RunCommitter(self._commit_store, self._metrics, self._failures, attempts.call)
+        self._committer = RunCommitter(
+            self._commit_store, self._metrics, self._failures, attempts.call, attempts.call_behind
+        )
         if retried:
             self._cautious.begin()
 
@@ -104,17 +107,18 @@ class PartitionTask:
 
     async def _process_runs(self, runs: list[KeyRun]) -> None:
         again = False
-        try:
-            while runs:
-                self._load(runs, again=again)
-                await self._run_all([run for run in runs if run not in self._buffer.refused])
-                self._flush()
-                if self._breaker.is_open:
-                    return
-                check_finished(run for run in runs if run not in self._buffer.refused)
-                runs, again = self._buffer.pop_refused(), True
-        finally:
-            self._attempts.disarm()
+        with self._committer.open():
+            try:
+                while runs:
+                    self._load(runs, again=again)
+                    await self._run_all([run for run in runs if run not in self._buffer.refused])
+                    self._flush()
+                    if self._breaker.is_open:
+                        return
+                    check_finished(run for run in runs if run not in self._buffer.refused)
+                    runs, again = self._buffer.pop_refused(), True
+            finally:
+                self._attempts.disarm()
 
     def _load(self, runs: Sequence[KeyRun], *, again: bool) -> None:
         """Load where the runs continue, and defer those of keys with deferred messages."""
@@ -153,10 +157,40 @@ class PartitionTask:
         self._flush_if_full()
 
     async def _run_next(self, run: KeyRun, remaining: Iterator[KeyRun], group: asyncio.TaskGroup) -> bool:
-        """Run the next message of a key; return False if the messages behind it do not run now."""
+        """Run the next messages of a key; return False if those behind them do not run now."""
+        if self._may_run_ahead(run):
+            stopped_by = self._run_while_done(run)
+            if stopped_by is None:
+                return self._commit_if_filled(run)
+            return await self._settle(run, *stopped_by, remaining, group)
         message, is_meant = self._loader.next_message(run, self._token)
         outcome = await self._run_message(run, message) if is_meant else Done((), run.state)
         return await self._settle(run, message, outcome, remaining, group)
+
+    def _may_run_ahead(self, run: KeyRun) -> bool:
+        """Return whether the next message of a key, and those like it behind it, need nothing but the handler."""
+        return (
+            self._runs_ahead
+            and run.attempt == 1
+            and (run.key is not None or self._handler.key is None)
+            and not (run.cancellation or run.entries[0].may_be_for_one)
+            and not (self._cautious.is_on or self._rate_limit.is_active)
+        )
+
+    def _run_while_done(self, run: KeyRun) -> tuple[Message, Outcome] | None:
+        """Run a plain handler on one message of a key after another, while the outcome is Done; return the first other one.
+
+        Nothing waits in between, so the event loop takes no step for each message.
+        """
+        with self._attempts.consecutive() as attempt:
+            while run.entries and not (run.entries[0].may_be_for_one or self._buffer.is_filled_by(run)):
+                message, _ = self._loader.next_message(run, self._token)
+                outcome = attempt(message, run.state)
+                if not isinstance(outcome, Done):
+                    return message, outcome
+                self._breaker.on_processed()
+                self._add_outcome(run, message, outcome)
+        return None
 
     async def _settle(
         self, run: KeyRun, message: Message, outcome: Outcome, remaining: Iterator[KeyRun], group: asyncio.TaskGroup
@@ -178,9 +212,10 @@ class PartitionTask:
             await self._back_off([run], outcome.delay_ms, failed=failed)
         elif self._admits(run, outcome):
             self._add_outcome(run, message, outcome)
-            if self._cautious.is_on or self._buffer.is_filled_by(run):
+            if self._cautious.is_on:
                 self._cautious.on_processed()
                 return self._commit_now(run)
+            return self._commit_if_filled(run)
         return True
 
     async def _run_message(self, run: KeyRun, message: Message) -> Outcome:
@@ -244,7 +279,8 @@ class PartitionTask:
                 effects.cancels = effects.cancels or CANCELED
             self._buffer.count_bytes(sum(map(len, message.pairs)))
         else:
-            effects.add_outputs(outcome.outputs)
+            if outcome.outputs:
+                effects.add_outputs(outcome.outputs)
             self._buffer.count_bytes(len(outcome.state) + sum(map(len, outcome.outputs)))
             if outcome.timers:
                 effects.add_timers(outcome.timers)
@@ -269,6 +305,10 @@ class PartitionTask:
         self._flush()
         return run not in self._buffer.refused
 
+    def _commit_if_filled(self, run: KeyRun) -> bool:
+        """Commit as `_commit_now` if the effects of a run are enough for one commit."""
+        return self._commit_now(run) if self._buffer.is_filled_by(run) else True
+
     def _must_defer(self, run: KeyRun, outcome: RetryLater) -> bool:
         return outcome.waits or run.waited_ms + outcome.delay_ms > MAX_BACKOFF_MS
 
@@ -282,10 +322,18 @@ class PartitionTask:
             self._flush_if_full()
 
     def _flush_if_full(self) -> None:
-        if self._buffer.is_full:
+        """Commit what is staged if it is enough for one commit, while the task goes on with other keys."""
+        if not self._buffer.is_full:
+            return
+        if self._buffer.has_deferrals or self._cautious.is_on:  # a deferral has to know what was refused
             self._flush()
+        else:
+            self._buffer.refuse(self._committer.finish())
+            self._buffer.flush(self._committer.begin, self._committer.defer)
 
     def _flush(self) -> None:
+        """Commit and defer what is staged."""
+        self._buffer.refuse(self._committer.finish())
         self._buffer.flush(self._committer.commit, self._committer.defer)
 
     def report(self) -> pa.RecordBatch:

@@ -10,9 +10,10 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-from millstream.handlers.attempt import RunResult
+from millstream.handlers.attempt import RunResult, TimeLimiter
 from millstream.handlers.time_limit import TimeLimit
 from millstream.spark.engine.watchdog import hard_limit_ms, watchdog
 
@@ -36,21 +37,29 @@ class AttemptTimeLimit:
         if self._usable:
             signal.signal(signal.SIGALRM, self._on_alarm)
 
-    def guard(self, work: Callable[[], RunResult], limit_ms: float) -> RunResult:
-        """Return what `work` returns; raise TimeLimit in it after `limit_ms` milliseconds."""
+    @contextmanager
+    def outside_loop(self) -> Iterator[TimeLimiter]:
+        """Leave the event loop, which nothing else may need within the block, and return `guard`.
+
+        A plain handler may run an event loop of its own, and asyncio.run refuses to start inside another.
+        """
         loop = asyncio._get_running_loop()
+        asyncio._set_running_loop(None)
         try:
-            # A plain handler may run an event loop of its own, and asyncio.run refuses to start inside another.
-            asyncio._set_running_loop(None)
-            self._arm(limit_ms / 1000)
-            self._watchdog.arm(hard_limit_ms(limit_ms))
+            yield self.guard
+        finally:
+            asyncio._set_running_loop(loop)
+
+    def guard(self, work: Callable[[], RunResult], limit_ms: float) -> RunResult:
+        """Return what `work` returns; raise TimeLimit in it after `limit_ms` milliseconds. Call it outside the loop."""
+        try:
+            self._arm(limit_ms)
             try:
                 return work()
             finally:
                 self._armed = False
         finally:
             self._armed = False  # again: the alarm may have fired just before the first assignment
-            asyncio._set_running_loop(loop)
 
     def disarm(self) -> None:
         """Stop this timer and the watchdog timer: no attempt runs now. Call it before any step that may take long."""
@@ -59,14 +68,16 @@ class AttemptTimeLimit:
             self._fires_at_s = math.inf
         self._watchdog.disarm()
 
-    def _arm(self, limit_s: float) -> None:
-        now_s = time.monotonic()
+    def _arm(self, limit_ms: float) -> None:
+        now_s, limit_s = time.monotonic(), limit_ms / 1000
         self._deadline_s, self._repeat_s = now_s + limit_s, max(limit_s, _MIN_REPEAT_S)
         self._armed = True  # before the check: a timer that fires from here on is set anew
         # One that should have fired by now was stopped by a handler, which may use the signal itself.
         if not now_s < self._fires_at_s <= self._deadline_s:
             self._fires_at_s = self._deadline_s
             self._set_timer(limit_s)
+        if now_s >= self._watchdog.renew_at_s:
+            self._watchdog.arm(hard_limit_ms(limit_ms))
 
     def _set_timer(self, seconds: float) -> None:
         if self._usable:

@@ -1,0 +1,76 @@
+"""Commits of a task: one is on its way while the task runs other keys."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from millstream import App
+from millstream.delivery.commit_store import CommitStore
+from millstream.errors import StaleOwner
+from millstream.redis_client.client import Client
+from millstream.spark.engine.commit_buffer import COMMIT_MESSAGES
+from tests.support.task_fixtures import Item, TaskFixture, only
+from tests.support.waiting import FAIL_SAFE_S
+
+pytestmark = [pytest.mark.spark]
+
+PAUSE_AT, LATER = COMMIT_MESSAGES - 100, 2 * COMMIT_MESSAGES - 100
+KEYS = 2 * COMMIT_MESSAGES + 200
+
+
+class Commits(TaskFixture):
+    """Runs one message of each of many keys."""
+
+    def run(self, on_message: Callable[[int], None], *, is_async: bool = False) -> None:
+        app = App("app")
+
+        def handle(item: Item) -> dict[str, int]:
+            on_message(item.n)
+            return {"n": item.n}
+
+        async def handle_async(item: Item) -> dict[str, int]:
+            await asyncio.sleep(0)
+            return handle(item)
+
+        rows = self.rows(*((n, b"k%05d" % n, {"n": n}) for n in range(1, KEYS + 1)))
+        self.process(only(app, handle_async if is_async else handle, key="k", into="out", concurrency=1), rows)
+
+
+@pytest.fixture
+def bench(client: Client) -> Commits:
+    return Commits(client)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["plain", "async"])
+def test_other_keys_run_while_a_commit_is_on_its_way(bench: Commits, is_async: bool) -> None:
+    committed: list[int] = []
+
+    def on_message(n: int) -> None:
+        if n == PAUSE_AT:  # Redis answers no commit from here on
+            bench.client.execute("CLIENT", "PAUSE", round(FAIL_SAFE_S * 1_000), "WRITE")
+        elif n == LATER:
+            committed.append(len(bench.outputs()))
+            bench.client.execute("CLIENT", "UNPAUSE")
+
+    try:
+        bench.run(on_message, is_async=is_async)
+    finally:
+        bench.client.execute("CLIENT", "UNPAUSE")
+    assert committed == [0]
+    assert bench.outputs() == list(range(1, KEYS + 1))
+
+
+def test_a_newer_run_ends_the_task_though_its_commit_is_on_its_way(bench: Commits) -> None:
+    seen: list[int] = []
+
+    def on_message(n: int) -> None:
+        seen.append(n)
+        if n == 1:
+            CommitStore(bench.client, app="app", handler="handle", token=bench.token + 1).begin_run(["in"])
+
+    with pytest.raises(ExceptionGroup) as raised:
+        bench.run(on_message)
+    assert raised.value.subgroup(StaleOwner) is not None
+    assert bench.outputs() == []
+    assert len(seen) == 2 * COMMIT_MESSAGES  # it takes the reply before it begins the next commit
