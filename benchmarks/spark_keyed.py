@@ -30,7 +30,7 @@ from millstream.redis_client.raw_loop import read_and_acknowledge
 from millstream.spark.run.supervisor import RunSettings, Supervisor
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "airline.py"
-PER_BATCH = 50_000
+PER_BATCH = 100_000
 BACKLOG_PER_BATCH = 10_000
 KEYED_BATCHES = 4
 MESSAGES_PER_KEY = 10

@@ -45,7 +45,7 @@ class Sample:
 
 
 def run(*, entries: int = 1_000_000) -> dict[str, Any]:
-    """Drain `entries` entries in batches of 50,000 and watch the processes."""
+    """Drain `entries` entries in batches as large as `millstream run` allows and watch the processes."""
     samples: list[Sample] = []
     committed = 0
 
@@ -82,7 +82,7 @@ def run(*, entries: int = 1_000_000) -> dict[str, Any]:
         "first_third_mb": first,
         "last_third_mb": last,
         "entries": entries,
-        "max_per_batch": 50_000,
+        "max_per_batch": settings.max_per_batch,
         "cores": cores(),
     }
 

@@ -203,7 +203,7 @@ def run(
     url: Url = DEFAULT_URL,
     checkpoint: Checkpoint = ".millstream/checkpoints",
     spark_master: SparkMaster = "",
-    max_per_batch: MaxPerBatch = 50_000,
+    max_per_batch: MaxPerBatch = 100_000,
     batch_target: BatchTarget = Duration("4s"),
     interval: Interval = Duration(0),
     once: Once = False,

@@ -59,7 +59,7 @@ class RunSettings:
 
     url: str = field(repr=False)
     checkpoint: str
-    max_per_batch: int = 50_000
+    max_per_batch: int = 100_000
     batch_target_ms: int = 0
     interval_ms: int = 0
     once: bool = False
