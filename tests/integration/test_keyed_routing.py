@@ -16,7 +16,18 @@ from millstream.redis_client.key_names import REDRIVE_FIELD, HandlerKeys
 from millstream.testing.invariants import check_invariants
 from millstream.worker.handler_steps import HandlerSteps
 from tests.support.command_stats import commands_run
-from tests.support.keyed_fixtures import KEYS, MANY, keyed, publish, queued_ids, violations
+from tests.support.keyed_fixtures import (
+    KEYS,
+    MANY,
+    commit,
+    keyed,
+    lease_keys,
+    lease_one,
+    publish,
+    queued_ids,
+    routed,
+    violations,
+)
 from tests.support.workers import make
 
 pytestmark = [pytest.mark.keys]
@@ -78,9 +89,9 @@ def test_the_server_reads_no_entry_that_a_step_has_no_room_for_after_a_large_one
     worker = keyed(client)
     client.execute("CONFIG", "RESETSTAT")
     assert worker.enqueue_new(count=100, max_pending=MANY) == 1
-    assert commands_run(client.execute)["xrange"] == 1
+    assert commands_run(client.execute)["xreadgroup"] == 1
     assert worker.enqueue_new(count=100, max_pending=1) == 0, "the queues are full"
-    assert commands_run(client.execute)["xrange"] == 1
+    assert commands_run(client.execute)["xreadgroup"] == 1
     assert [worker.enqueue_new(count=100, max_pending=MANY) for _ in range(2)] == [1, 0]
 
 
@@ -91,6 +102,22 @@ def test_queues_that_the_server_made_ready_are_counted_also_where_python_has_to_
     worker._queue_of = lambda entry_id, pairs: b""
     assert (worker.enqueue_new(count=10, max_pending=MANY), worker.newly_ready) == (3, 2)
     assert (worker.enqueue_new(count=10, max_pending=MANY), worker.newly_ready) == (0, 0)
+
+
+@pytest.mark.parametrize("by_field", [False, True])
+def test_new_entries_of_an_empty_queue_make_it_ready_unless_it_is_leased_or_parked(
+    client: Client, by_field: bool
+) -> None:
+    worker = routed(client, "A")
+    lease = lease_one(worker)
+    assert commit(lease), "the lease goes on though its queue is empty"
+    client.execute("HSET", KEYS.parked, "kB", "1 test")
+    publish(client, "ABC", first=2)
+    other = keyed(client, "w2", by_field=by_field)
+    assert (other.enqueue_new(count=10, max_pending=MANY), other.newly_ready) == (3, 1)
+    assert [one.queue for one in lease_keys(other).leases] == [b"kC"]
+    assert queued_ids(client, "kA", "kB", "kC") == [[2], [3], [4]]
+    assert violations(worker) == []
 
 
 @pytest.mark.parametrize("by_field", [False, True])

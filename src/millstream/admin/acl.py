@@ -111,7 +111,7 @@ SCRIPTS: Mapping[str, str] = {
     "keys/take_permit": f"{_QUEUES} hgetall hlen hmget hset pexpire pttl set zadd zcard zcount zremrangebyscore zscore",
     "keys/return_permit": f"{_QUEUES} hgetall hlen set zadd zcount zrangebyscore zscore",
     "keys/route": f"{_QUEUES} {_GROUP} hset xgroup|setid",
-    "keys/route_by_field": f"{_QUEUES} {_GROUP} hset xgroup|setid xrange",
+    "keys/route_by_field": f"{_QUEUES} {_GROUP} hset xack xgroup|setid xreadgroup",
     "partitions/close": "hmget hset type xinfo|stream",
     "partitions/forward_entry": "get hdel hget hset set xadd xdel",
     "master/end_lease": f"{_COMPLETED} hmget lindex lpos xack xpending",

@@ -15,7 +15,8 @@ local function read_progress(token, group_name)
   end
   return {
     max_offset = found[2], last = found[3], takeover_offset = found[4],
-    pending = group['pending'], entries_read = group['entries-read'], has_offsets = redis.call('EXISTS', KEYS[2]) == 1,
+    pending = group['pending'], entries_read = group['entries-read'],
+    delivered_id = group['last-delivered-id'], has_offsets = redis.call('EXISTS', KEYS[2]) == 1,
     processed = 0, ids = {}, queues = {}, order = {},
   }
 end
@@ -58,28 +59,53 @@ local function end_wait(name)
   return redis.call('ZREM', BACKOFF, name) == 1 and make_ready(name)
 end
 
--- Append the noted entries, make them pending, and move the committed id. `full`: how many entries a queue waits for at
--- most, if queues do. Returns how many queues became ready, and how many entries are pending.
-local function append_noted(progress, group_name, most, full)
-  local ready = 0
+-- Set the group to the last entry that was noted.
+local function set_position(progress, group_name)
+  local read = progress.entries_read
+  if read then
+    redis.call('XGROUP', 'SETID', KEYS[7], group_name, progress.last, 'ENTRIESREAD', read + progress.processed)
+  else
+    redis.call('XGROUP', 'SETID', KEYS[7], group_name, progress.last)
+  end
+end
+
+-- Move queues that were empty to the ready ones, unless they are leased or parked, with one command for many. Returns how
+-- many are ready.
+local function make_new_ready(names)
+  local count, any_parked = 0, #names > 0 and redis.call('EXISTS', PARKED) == 1
+  for from = 1, #names, MAX_UNPACK do
+    local some = {unpack(names, from, math.min(from + MAX_UNPACK - 1, #names))}
+    local owners = redis.call('HMGET', OWNERS, unpack(some))
+    local parked = any_parked and redis.call('HMGET', PARKED, unpack(some)) or {}
+    local ready = {}
+    for i, name in ipairs(some) do
+      if not owners[i] and not parked[i] then ready[#ready + 1] = name end
+    end
+    if #ready > 0 then redis.call('RPUSH', READY, unpack(ready)) end
+    count = count + #ready
+  end
+  return count
+end
+
+-- Append the noted entries, make them pending, unless they are, and move the committed id. `full`: how many entries a
+-- queue waits for at most, if queues do. Returns how many queues became ready, and how many entries are pending.
+local function append_noted(progress, group_name, most, full, are_pending)
+  local ready, new = 0, {}
   for _, name in ipairs(progress.order) do
     local some, length = progress.queues[name], 0
     for i = 1, #some, MAX_UNPACK do
       length = redis.call('RPUSH', queue_of(name), unpack(some, i, math.min(i + MAX_UNPACK - 1, #some)))
     end
-    if length == #some and redis.call('HEXISTS', OWNERS, name) == 0 and make_ready(name) then
-      ready = ready + 1
+    if length == #some then
+      new[#new + 1] = name
     elseif full and length >= full and end_wait(name) then
       ready = ready + 1
     end
   end
-  assign_pending(group_name, WAITING, progress.ids)
-  local last, read = progress.last, progress.entries_read
-  if read then
-    redis.call('XGROUP', 'SETID', KEYS[7], group_name, last, 'ENTRIESREAD', read + progress.processed)
-  else
-    redis.call('XGROUP', 'SETID', KEYS[7], group_name, last)
-  end
+  ready = ready + make_new_ready(new)
+  if not are_pending then assign_pending(group_name, WAITING, progress.ids) end
+  set_position(progress, group_name)
+  local last = progress.last
   redis.call('HSET', KEYS[1], 'committed_id', last, 'look_ahead', most)
   if progress.takeover_offset and not less(last, progress.takeover_offset) then
     redis.call('UNLINK', KEYS[6])

@@ -12,6 +12,7 @@
 -- ERROR STALE when a newer run has taken over; NOGROUP when the group does not exist
 --
 -- INVARIANTS  Those of route.lua. The entries are read in the same step, so they are those after the committed id.
+--   Of those that are read, only the appended ones stay pending, and the group stays at the last of these.
 
 -- include ids
 -- include key_queues
@@ -19,7 +20,7 @@
 -- include routing
 -- include entry_sizes
 
-local AT_ONCE, RESERVED = 16, 'millstream.'
+local AT_ONCE, RESERVED = 32, 'millstream.'
 local LAST = '18446744073709551615-18446744073709551615' -- Redis allows no id after it
 local group_name, most, field = ARGV[2], ARGV[3], ARGV[4]
 local progress, refusal = read_progress(ARGV[1], group_name)
@@ -33,10 +34,21 @@ local function queue_in(items)
   end
 end
 
+local read = {} -- ids
+
+-- Entries are read as those of the consumer that all waiting entries have, which makes them pending: that costs half as
+-- much as to read them and to claim each.
+local function read_new(count)
+  if #read == 0 and progress.delivered_id ~= progress.last then set_position(progress, group_name) end
+  local found = redis.call('XREADGROUP', 'GROUP', group_name, WAITING, 'COUNT', count, 'STREAMS', KEYS[7], '>')
+  return found and found[1][2] or {}
+end
+
 local room, max_bytes = room_of(progress, tonumber(most)), tonumber(ARGV[6])
 local left, bytes, is_for_caller = tonumber(ARGV[5]), 0, 0
 
 local function note_all(entries)
+  for _, entry in ipairs(entries) do read[#read + 1] = entry[1] end
   for _, entry in ipairs(entries) do
     local size = size_of(entry)
     if #progress.ids >= room or (progress.processed > 0 and bytes + size > max_bytes) then return false end
@@ -52,15 +64,29 @@ local function note_all(entries)
   return true
 end
 
+-- What was read and is not appended must not be pending: it has no room yet, is for the caller, or is committed.
+local function return_others()
+  if #read == #progress.ids then return end
+  local others, at = {}, 1
+  for _, id in ipairs(read) do
+    if id == progress.ids[at] then at = at + 1 else others[#others + 1] = id end
+  end
+  for i = 1, #others, MAX_UNPACK do
+    redis.call('XACK', KEYS[7], group_name, unpack(others, i, math.min(i + MAX_UNPACK - 1, #others)))
+  end
+  if progress.processed == 0 then set_position(progress, group_name) end
+end
+
 -- A few at a time, since Redis does not report the size of an entry beforehand: as many as have room if they are as large as
 -- those before. What is read and has no room would be read again.
 while left > 0 and #progress.ids < room and bytes < max_bytes and progress.last ~= LAST do
   local fitting = progress.processed == 0 and 1 or (max_bytes - bytes) * progress.processed / math.max(1, bytes)
   local count = math.min(left, AT_ONCE, math.max(1, math.floor(fitting)))
-  local entries = redis.call('XRANGE', KEYS[7], '(' .. progress.last, '+', 'COUNT', count)
+  local entries = read_new(count)
   if #entries == 0 or not note_all(entries) then break end
 end
 
 local ready, pending = 0, progress.pending
-if progress.processed > 0 then ready, pending = append_noted(progress, group_name, most, tonumber(ARGV[7])) end
+return_others()
+if progress.processed > 0 then ready, pending = append_noted(progress, group_name, most, tonumber(ARGV[7]), true) end
 return {progress.processed, ready, pending, progress.last, bytes, is_for_caller}
