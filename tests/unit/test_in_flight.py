@@ -4,7 +4,6 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from math import inf
 from queue import SimpleQueue
@@ -12,20 +11,20 @@ from typing import Any
 
 import pytest
 
-from millstream import App, Message, Retry
+from millstream import Message, Retry
 from millstream.clock import SYSTEM_CLOCK
 from millstream.delivery.keyed_stream import KeyLease
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.handlers.attempt import NO_EFFECTS
 from millstream.redis_client.client import Client
-from millstream.worker import HandlerSteps, WorkerPolicy
+from millstream.worker import WorkerPolicy
 from millstream.worker.in_flight import DELAY_THREAD, InFlight
-from millstream.worker.loop_metrics import LoopMetrics
 from millstream.worker.running.async_runner import AsyncRunner
 from millstream.worker.running.batch_runners import AsyncBatchRunner, ThreadBatchRunner
 from millstream.worker.running.runner import Runner
 from millstream.worker.running.thread_runner import LoadSample, ThreadRunner
 from millstream.worker.settling.committer import Committer
+from tests.support.runners import delivery, runner_of, running, unreachable_stream
 from tests.support.threads import threads_named
 from tests.support.waiting import FAIL_SAFE_S, eventually
 from tests.support.workers import make, make_context
@@ -34,18 +33,14 @@ pytestmark = [pytest.mark.worker]
 
 
 @pytest.fixture
-def stream() -> Iterator[ReliableStream]:
-    with Client("redis://127.0.0.1:1") as nowhere:
-        yield ReliableStream(nowhere, "in", app="app", handler="handle", consumer="w")
-
-
-@pytest.fixture
 def in_flight() -> InFlight:
     return InFlight(WorkerPolicy(), 1)
 
 
-def delivery(stream: ReliableStream, number: int = 1) -> Delivery:
-    return Delivery(stream, b"%d-0" % number, [b"n", b"1"])
+@pytest.fixture
+def stream() -> Iterator[ReliableStream]:
+    with unreachable_stream() as found:
+        yield found
 
 
 def test_an_entry_delivered_again_is_not_removed_with_its_former_delivery(
@@ -234,30 +229,6 @@ RUNNERS: dict[Callable[..., Any], type[Any]] = {
     coroutine_batch: AsyncBatchRunner,
 }
 ALL = pytest.mark.parametrize("function", RUNNERS, ids=lambda function: function.__name__)
-
-
-def runner_of(
-    function: Callable[..., Any], kind: type[Any], in_flight: InFlight, threads: int = 1, **options: Any
-) -> Runner:
-    app = App("app")
-    app.handler("in", name="handle", **options)(function)
-    handler = app.handlers["handle"]
-    means = HandlerSteps(handler), in_flight, LoopMetrics(handler.label, time_limit_ms=1_000), SYSTEM_CLOCK
-    runner: Runner = kind(*means) if handler.is_async else kind(*means, threads)
-    return runner
-
-
-@contextmanager
-def running(runner: Runner, in_flight: InFlight) -> Iterator[None]:
-    thread = threading.Thread(target=runner.run)
-    thread.start()
-    try:
-        yield
-    finally:
-        in_flight.buffer.put(None)
-        runner.notify()
-        thread.join(FAIL_SAFE_S)
-    assert not thread.is_alive()
 
 
 @ALL

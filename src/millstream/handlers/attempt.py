@@ -17,6 +17,7 @@ import msgspec
 
 from millstream.errors import DecodeError, MissingKey, OutputError, Reject, text_of
 from millstream.handlers.dead_letter import DeadLetter, Reason
+from millstream.handlers.deadlines import deadlines_of
 from millstream.handlers.encoding import pack_output
 from millstream.handlers.handler import Handler
 from millstream.handlers.key_timers import After, Cancel, Origin, TimerChange, TimerChanges, encode_timer, origin_of
@@ -271,15 +272,9 @@ async def _run(handler: Handler, message: Message, arguments: dict[str, Any]) ->
     task = asyncio.current_task(loop)
     assert task is not None
     origin = origin_of(handler, message)
-    expired: list[bool] = []
     earlier = task.cancelling()
-
-    def expire() -> None:
-        expired.append(True)
-        task.cancel()
-
-    # asyncio.timeout does the same at three times the cost.
-    timer = loop.call_later(handler.time_limit_ms / 1000, expire)
+    deadlines = deadlines_of(loop, handler.time_limit_ms / 1000)
+    limited = deadlines.begin(task)
     try:
         ended: RunResult = encode_results(handler, origin, await handler.function(**arguments))
     # A handler may raise anything, SystemExit too: one message must not end the worker. It becomes an outcome.
@@ -287,8 +282,8 @@ async def _run(handler: Handler, message: Message, arguments: dict[str, Any]) ->
         if isinstance(error, GeneratorExit) and asyncio.current_task(loop) is not task:
             raise  # the handler did not raise it: the loop is closed
         # Of an attempt that took too long, the traceback shows what it waited for.
-        ended = (), (), TimeLimit().with_traceback(error.__traceback__) if expired else error
-    timer.cancel()
+        ended = (), (), TimeLimit().with_traceback(error.__traceback__) if limited.expired else error
+    deadlines.end(limited)
     if task.cancelling():
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.sleep(0)  # delivers a pending cancellation here, not to the engine

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import select
 import selectors
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -25,6 +26,7 @@ from millstream.worker.running.runner import _Start
 GATE_POLL_S = 0.01
 PERMIT_THREAD = "millstream-permit"
 """Name of the thread that takes and returns permits."""
+_ITERATION_MS = 1.0
 _FD_SETSIZE = 1024
 
 
@@ -42,7 +44,9 @@ class _FineSelector(selectors.EpollSelector):
 class AsyncRunner(_Start):
     """An event loop that runs up to the handler's `concurrency` messages at once, each in a task and context of its own.
 
-    The messages of one key that are leased together share both.
+    The messages of one key that are leased together share both. So do messages that follow each other and do not wait
+    for anything, while none leaves a trace in either: a task costs more than such a message. They share it within one
+    iteration of the loop, for a millisecond. A message that waits is the last of its task.
     """
 
     def __init__(self, steps: HandlerSteps, in_flight: InFlight, loop_metrics: LoopMetrics, clock: Clock) -> None:
@@ -55,6 +59,10 @@ class AsyncRunner(_Start):
         self._main_task: asyncio.Task[None] | None = None
         self._tasks: dict[int, asyncio.Task[Any]] = {}
         self._context = copy_context()
+        self._iteration = 0
+        self._iteration_until_ms = 0.0
+        self._in_iteration = self._has_entered_iteration = False
+        self._runs_wait = False  # the last run that ended has waited for something
         # Not a thread of the loop's own: a handler may keep all of those busy, and the permits that it holds with them.
         self._permit_thread = ThreadPoolExecutor(1, thread_name_prefix=PERMIT_THREAD)
         self._questions: SimpleQueue[tuple[Delivery, Message, Future[Answer]]] = SimpleQueue()
@@ -111,15 +119,18 @@ class AsyncRunner(_Start):
 
     def cancel_run(self, delivery: Delivery) -> None:
         """See Runner."""
-        task = self._tasks.get(id(delivery))
-        if task is not None:
-            self._call_soon(task.cancel)
+        self._call_soon(lambda: self._cancel(delivery))
 
     def cancel_all(self) -> None:
         """See Runner."""
         self._is_stopped = self._is_cancelled = True
         if self._main_task is not None:
             self._call_soon(self._main_task.cancel)
+
+    def _cancel(self, delivery: Delivery) -> None:
+        # Looked up in the loop's thread, where no task is amidst a step: it may have gone on to another message.
+        if (task := self._tasks.get(id(delivery))) is not None:
+            task.cancel()
 
     def _live_tasks(self) -> Iterable[asyncio.Task[Any]]:
         return () if self._loop is None else asyncio.all_tasks(self._loop)
@@ -152,41 +163,88 @@ class AsyncRunner(_Start):
             self._notified.clear()
 
     def _start_tasks(self, group: asyncio.TaskGroup) -> None:
-        """Start as many messages as there are free slots; each that ends starts the next."""
-        while self._free_slots and not self._is_at_end:
-            if not self._in_flight.gate.is_set():
-                asyncio.get_running_loop().call_later(GATE_POLL_S, self._notified.set)
-                return
-            try:
-                delivery = self._in_flight.buffer.get_nowait()
-            except Empty:
-                return
-            if delivery is None:
-                self._is_at_end = True
-                self._notified.set()
-            else:
-                self._free_slots -= 1
-                # In a context of its own: the task that makes it has run another message, which may have set variables.
-                group.create_task(self._run_one(delivery, group), context=self._context.copy())
+        """Start as many messages as there are free slots; each that ends starts the next.
 
-    async def _run_one(self, delivery: Delivery, group: asyncio.TaskGroup) -> None:
-        """Run a message and its successors of the same key; a task for each of these would cost as much again."""
-        following: Delivery | None = delivery
+        While runs do not wait, start one: its task takes those after it, and the end of the iteration starts others.
+        """
+        while (self._runs_wait or not self._in_iteration) and self._free_slots:
+            if (delivery := self._take()) is None:
+                return
+            self._free_slots -= 1
+            self._in_iteration = True
+            # In a context of its own: the task that makes it has run another message, which may have set variables.
+            group.create_task(self._run_in_slot(delivery, group), context=self._context.copy())
+
+    def _take(self) -> Delivery | None:
+        """Take the next message from the buffer; None if there is none, or if none may start now."""
+        if self._is_at_end:
+            return None
+        if not self._in_flight.gate.is_set():
+            asyncio.get_running_loop().call_later(GATE_POLL_S, self._notified.set)
+            return None
         try:
-            while following is not None and not self._is_cancelled:
-                task = asyncio.current_task()
-                assert task is not None
-                self._tasks[id(following)] = task
-                outcome = await self._start_and_run(following)
-                del self._tasks[id(following)]
-                if outcome is None or self._is_cancelled:
-                    break
-                following = self._in_flight.complete(following, outcome)
-        finally:
-            self._end_permit(delivery)
+            delivery = self._in_flight.buffer.get_nowait()
+        except Empty:
+            return None
+        if delivery is None:
+            self._is_at_end = True
+            self._notified.set()
+        return delivery
+
+    async def _run_in_slot(self, delivery: Delivery, group: asyncio.TaskGroup) -> None:
+        await self._run_one(delivery, self._enter_iteration())
         if not self._is_cancelled:
             self._free_slots += 1
             self._start_tasks(group)
+
+    async def _run_one(self, delivery: Delivery, iteration: int) -> None:
+        """Run a message and its successors of the same key; then others of this iteration, while the task is as new."""
+        task = asyncio.current_task()
+        assert task is not None
+        references = sys.getrefcount(task)
+        following: Delivery | None = delivery
+        try:
+            while following is not None and not self._is_cancelled:
+                delivery = following
+                self._tasks[id(delivery)] = task
+                outcome = await self._start_and_run(delivery)
+                del self._tasks[id(delivery)]
+                if outcome is None or self._is_cancelled:
+                    break
+                following = self._in_flight.complete(delivery, outcome)
+                self._runs_wait = iteration != self._iteration
+                # What has kept the task may cancel it later, and must not cancel another message.
+                if following is None and sys.getrefcount(task) == references and self._may_share(delivery):
+                    self._end_permit(delivery)
+                    following = self._take()
+        finally:
+            self._end_permit(delivery)
+
+    # An iteration ends with a callback of the loop that the first task of it makes before it runs its message. A task that
+    # waits goes on after that callback, so it finds another iteration.
+
+    def _enter_iteration(self) -> int:
+        """Begin an iteration, unless this is part of one; return its number."""
+        if not self._has_entered_iteration:
+            self._has_entered_iteration = True
+            self._iteration_until_ms = self._clock.monotonic_ms() + _ITERATION_MS
+            asyncio.get_running_loop().call_soon(self._end_iteration)
+        return self._iteration
+
+    def _end_iteration(self) -> None:
+        self._iteration += 1
+        self._in_iteration = self._has_entered_iteration = False
+        if self._free_slots and not self._in_flight.buffer.empty():
+            self._notified.set()
+
+    def _may_share(self, ended: Delivery) -> bool:
+        """True if the run that has just ended leaves its task and context to the next message."""
+        if self._runs_wait or ended.state_since_ms + ended.attempt_ms >= self._iteration_until_ms:
+            return False
+        context = copy_context()
+        return len(context) == len(self._context) and all(
+            context.get(variable, self) is value for variable, value in self._context.items()
+        )
 
     async def _run_cancellable(self, delivery: Delivery) -> Outcome | None:
         task = asyncio.current_task()

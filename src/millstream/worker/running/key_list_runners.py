@@ -101,7 +101,7 @@ class ThreadKeyListRunner(_KeyLists, ThreadRunner):
 class AsyncKeyListRunner(_KeyLists, AsyncRunner):
     """An event loop as of AsyncRunner, in which each task runs the entries of a key in lists."""
 
-    async def _run_one(self, delivery: Delivery, group: asyncio.TaskGroup) -> None:
+    async def _run_one(self, delivery: Delivery, iteration: int) -> None:
         following: Delivery | None = delivery
         alone = 0
         while following is not None and not self._is_cancelled:
@@ -115,9 +115,7 @@ class AsyncKeyListRunner(_KeyLists, AsyncRunner):
             if ended is None or self._is_cancelled:
                 break
             following, alone = self._settle(started, ended, alone)
-        if not self._is_cancelled:
-            self._free_slots += 1
-            self._start_tasks(group)
+        self._runs_wait = True  # each list has a task of its own
 
     async def _run_list(self, deliveries: Sequence[Delivery]) -> ListOutcome:
         if (canceled := self._canceled(deliveries)) is not None:

@@ -1,0 +1,168 @@
+"""Tasks of async handlers: messages that do not wait may share one, and none finds what another has left in it."""
+
+import asyncio
+from collections.abc import Iterator
+from math import inf
+from typing import Any
+
+import pytest
+
+from millstream import Message, Retry
+from millstream.delivery.keyed_stream import KeyLease
+from millstream.delivery.reliable_stream import ReliableStream
+from millstream.handlers.attempt import NO_EFFECTS, Done
+from millstream.handlers.deadlines import Deadlines, deadlines_of
+from millstream.worker import WorkerPolicy
+from millstream.worker.in_flight import InFlight
+from millstream.worker.running.async_runner import AsyncRunner
+from tests.support.runners import delivery, runner_of, running, unreachable_stream
+from tests.support.waiting import FAIL_SAFE_S, eventually
+
+pytestmark = [pytest.mark.worker]
+
+ALONE: dict[str, Any] = {"concurrency": 1, "retry": Retry(attempts=1)}
+
+
+@pytest.fixture
+def stream() -> Iterator[ReliableStream]:
+    with unreachable_stream() as found:
+        yield found
+
+
+@pytest.fixture
+def in_flight() -> InFlight:
+    return InFlight(WorkerPolicy(), 1)
+
+
+def outcomes(in_flight: InFlight, count: int) -> list[object]:
+    eventually(lambda: len(in_flight.completions) == count)
+    finished, _ = in_flight.completions.collect(0)
+    return [outcome for _, outcome in finished]
+
+
+@pytest.fixture
+def endless_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No iteration ends by the clock."""
+    monkeypatch.setattr("millstream.worker.running.async_runner._ITERATION_MS", inf)
+
+
+@pytest.mark.usefixtures("endless_iterations")
+def test_messages_that_do_not_wait_share_a_task(stream: ReliableStream, in_flight: InFlight) -> None:
+    seen: list[str] = []
+
+    async def handle(message: Message) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        seen.append(task.get_name())
+
+    in_flight.add([delivery(stream, number) for number in range(1, 6)], 0)
+    with running(runner_of(handle, AsyncRunner, in_flight), in_flight):
+        assert outcomes(in_flight, 5) == [NO_EFFECTS] * 5
+    assert len(set(seen)) == 1
+
+
+@pytest.mark.usefixtures("endless_iterations")
+def test_a_message_that_waits_is_the_last_of_its_task(stream: ReliableStream, in_flight: InFlight) -> None:
+    seen: list[str] = []
+
+    async def handle(message: Message) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        seen.append(task.get_name())
+        await asyncio.sleep(0)
+
+    in_flight.add([delivery(stream, number) for number in range(1, 6)], 0)
+    with running(runner_of(handle, AsyncRunner, in_flight, **ALONE), in_flight):
+        assert outcomes(in_flight, 5) == [NO_EFFECTS] * 5
+    assert len(set(seen)) == 5
+
+
+def test_the_loop_goes_on_between_messages_that_do_not_wait(
+    stream: ReliableStream, in_flight: InFlight, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With iterations of no time, a callback of the loop comes before the last of many messages."""
+    monkeypatch.setattr("millstream.worker.running.async_runner._ITERATION_MS", -inf)
+    called: list[str] = []
+
+    async def handle(message: Message) -> None:
+        if message.id == "1-0":
+            asyncio.get_running_loop().call_soon(called.append, "callback")
+        called.append(message.id)
+
+    in_flight.add([delivery(stream, number) for number in range(1, 4)], 0)
+    with running(runner_of(handle, AsyncRunner, in_flight, **ALONE), in_flight):
+        assert outcomes(in_flight, 3) == [NO_EFFECTS] * 3
+    assert called.index("callback") < called.index("3-0")
+
+
+@pytest.mark.usefixtures("endless_iterations")
+def test_a_task_that_its_message_has_kept_runs_no_other(stream: ReliableStream, in_flight: InFlight) -> None:
+    async def handle(message: Message) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        if message.id == "1-0":
+            asyncio.get_running_loop().call_later(0.02, task.cancel)
+        else:
+            await asyncio.sleep(0.05)  # the timer of the first message fires meanwhile
+
+    in_flight.add([delivery(stream, number) for number in range(1, 3)], 0)
+    with running(runner_of(handle, AsyncRunner, in_flight, **ALONE), in_flight):
+        assert outcomes(in_flight, 2) == [NO_EFFECTS] * 2
+
+
+def test_a_cancellation_that_comes_after_the_end_of_its_message_cancels_no_other(
+    stream: ReliableStream, in_flight: InFlight
+) -> None:
+    """The messages of a key share a task: the runner looks up what it runs when it cancels it."""
+
+    async def handle(message: Message) -> None:
+        if message.id == "1-0":
+            runner.cancel_run(lease.entries[0])
+        else:
+            await asyncio.sleep(0.01)
+
+    lease = KeyLease(stream=stream, queue=b"kA", token=b"1 a w", state=b"", expires_ms=inf)  # type: ignore[arg-type]
+    lease.entries = [delivery(stream, number) for number in range(1, 3)]
+    for one in lease.entries:
+        one.lease = lease
+    lease.queued.extend(lease.entries)
+    in_flight.add_leases([lease], 0)
+    runner = runner_of(handle, AsyncRunner, in_flight, key="n", **ALONE)
+    with running(runner, in_flight):
+        assert all(isinstance(one, Done) for one in outcomes(in_flight, 2))
+
+
+def test_a_timer_of_all_attempts_cancels_each_that_is_due_and_no_other() -> None:
+    cancelled: list[str] = []
+
+    async def run(name: str, *, ends: bool) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        deadlines = deadlines_of(asyncio.get_running_loop(), 0.05)
+        limited = deadlines.begin(task)
+        try:
+            await asyncio.sleep(0 if ends else FAIL_SAFE_S)
+            deadlines.end(limited)
+            await asyncio.sleep(0.1)  # as the next message of its task does
+        except asyncio.CancelledError:
+            assert limited.expired
+            cancelled.append(name)
+
+    async def main() -> None:
+        first = [asyncio.create_task(run(name, ends=name == "b")) for name in ("a", "b", "c")]
+        await asyncio.sleep(0.02)
+        await asyncio.gather(*first, run("d", ends=False))
+
+    asyncio.run(main())
+    assert cancelled == ["a", "c", "d"]
+
+
+def test_each_loop_and_each_time_limit_has_deadlines_of_its_own() -> None:
+    async def find() -> list[Deadlines]:
+        loop = asyncio.get_running_loop()
+        return [deadlines_of(loop, limit_s) for limit_s in (1.0, 1.0, 2.0)]
+
+    first, again, other = asyncio.run(find())
+    assert first is again
+    assert other is not first
+    assert asyncio.run(find())[2] is not other
