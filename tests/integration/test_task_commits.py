@@ -1,7 +1,7 @@
 """Commits of a task: one is on its way while the task runs other keys."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -10,8 +10,10 @@ from millstream.delivery.commit_store import CommitStore
 from millstream.errors import StaleOwner
 from millstream.redis_client.client import Client
 from millstream.spark.engine.commit_buffer import COMMIT_MESSAGES
+from millstream.spark.engine.key_run import KeyRun
+from millstream.spark.engine.run_committer import RunCommitter
 from tests.support.task_fixtures import Item, TaskFixture, only
-from tests.support.waiting import FAIL_SAFE_S
+from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.spark]
 
@@ -45,32 +47,49 @@ def bench(client: Client) -> Commits:
 @pytest.mark.parametrize("is_async", [False, True], ids=["plain", "async"])
 def test_other_keys_run_while_a_commit_is_on_its_way(bench: Commits, is_async: bool) -> None:
     committed: list[int] = []
+    with Client(bench.client.url) as other:  # the task's waits for the reply to its commit
 
-    def on_message(n: int) -> None:
-        if n == PAUSE_AT:  # Redis answers no commit from here on
-            bench.client.execute("CLIENT", "PAUSE", round(FAIL_SAFE_S * 1_000), "WRITE")
-        elif n == LATER:
-            committed.append(len(bench.outputs()))
-            bench.client.execute("CLIENT", "UNPAUSE")
+        def on_message(n: int) -> None:
+            if n == PAUSE_AT:  # Redis answers no commit from here on
+                other.execute("CLIENT", "PAUSE", round(FAIL_SAFE_S * 1_000), "WRITE")
+            elif n == LATER:
+                committed.append(other.execute("XLEN", "out"))
+                other.execute("CLIENT", "UNPAUSE")
 
-    try:
-        bench.run(on_message, is_async=is_async)
-    finally:
-        bench.client.execute("CLIENT", "UNPAUSE")
+        try:
+            bench.run(on_message, is_async=is_async)
+        finally:
+            other.execute("CLIENT", "UNPAUSE")
     assert committed == [0]
     assert bench.outputs() == list(range(1, KEYS + 1))
 
 
-def test_a_newer_run_ends_the_task_though_its_commit_is_on_its_way(bench: Commits) -> None:
+def test_a_newer_run_ends_the_task_as_soon_as_a_commit_is_refused(
+    bench: Commits, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[int] = []
+    begin, begun = RunCommitter.begin, list[RunCommitter]()
+
+    def note(committer: RunCommitter, runs: Sequence[KeyRun]) -> Sequence[KeyRun]:
+        begun.append(committer)
+        return begin(committer, runs)
+
+    monkeypatch.setattr(RunCommitter, "begin", note)
 
     def on_message(n: int) -> None:
         seen.append(n)
         if n == 1:
             CommitStore(bench.client, app="app", handler="handle", token=bench.token + 1).begin_run(["in"])
+        elif begun:
+            eventually(lambda: begun[0].has_reply, "the reply to the commit")
 
     with pytest.raises(ExceptionGroup) as raised:
         bench.run(on_message)
     assert raised.value.subgroup(StaleOwner) is not None
     assert bench.outputs() == []
-    assert len(seen) == 2 * COMMIT_MESSAGES  # it takes the reply before it begins the next commit
+    assert len(seen) == COMMIT_MESSAGES + 1  # the key that ran meanwhile, and no other
+
+
+def test_a_record_batch_without_rows_is_none(bench: Commits) -> None:
+    empty = bench.rows((1, b"k", {"n": 1})).slice(0, 0)
+    assert bench.process(bench.handler(), empty) == {}

@@ -14,9 +14,10 @@ from millstream.model import Message
 from millstream.spark.engine.attempt_runner import CallRedis
 from millstream.spark.engine.commit_buffer import COMMIT_MESSAGES
 
-CAUTIOUS_MESSAGES = 6 * COMMIT_MESSAGES
-"""Half of them a task with a plain handler may have left uncommitted: those of a commit on its way, those that are staged,
-and those of the key that runs, at most 500 of a key each time."""
+CAUTIOUS_MESSAGES = 8 * COMMIT_MESSAGES
+"""Half of them a task with a plain handler may have left uncommitted: fewer than twice 500 in a commit on its way, 500 that are
+staged, and 500 of the key that runs.
+"""
 
 
 class CautiousMode:

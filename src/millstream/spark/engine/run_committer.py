@@ -4,6 +4,7 @@ A commit may be on its way while the task runs other keys: one at a time, in a t
 changes, the task changes once it takes the reply.
 """
 
+import signal
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -45,7 +46,9 @@ class RunCommitter:
     @contextmanager
     def open(self) -> Iterator[None]:
         """Let commits begin within the block; its end waits for the last of them, whose reply nothing may need any more."""
-        with ThreadPoolExecutor(1, "millstream-commit") as self._thread:
+        # The signal of a time limit must interrupt the thread that runs the handler.
+        block = partial(signal.pthread_sigmask, signal.SIG_BLOCK, {signal.SIGALRM})
+        with ThreadPoolExecutor(1, "millstream-commit", initializer=block) as self._thread:
             try:
                 yield
             finally:
@@ -54,6 +57,11 @@ class RunCommitter:
     def commit(self, runs: Sequence[KeyRun]) -> list[KeyRun]:
         """Commit the effects of `runs`, in as many calls as they need; return those that were refused."""
         return self._settle(runs, self._send(runs, self._call))
+
+    @property
+    def has_reply(self) -> bool:
+        """True if the commit that has begun is answered, and `finish` does not wait."""
+        return self._begun is not None and self._begun[1].done()
 
     def begin(self, runs: Sequence[KeyRun]) -> Sequence[KeyRun]:
         """Begin to commit the effects of `runs`, which must not change until `finish`. Refuses none by itself."""

@@ -69,7 +69,7 @@ class RunLoader:
         """Split a sorted batch into runs of one stream and key; each message without a key is a run of its own."""
         entries = entries_of(batch)
         starts = run_starts(batch)
-        columns = (batch.column(name).take(pa.array(starts)).to_pylist() for name in ("stream", "key"))
+        columns = (batch.column(name).take(pa.array(starts, pa.int64())).to_pylist() for name in ("stream", "key"))
         runs: list[KeyRun] = []
         for stream, raw_key, (start, end) in zip(*columns, pairwise([*starts, len(entries)]), strict=True):
             own = deque(entries[start:end])

@@ -324,6 +324,8 @@ class PartitionTask:
     def _flush_if_full(self) -> None:
         """Commit what is staged if it is enough for one commit, while the task goes on with other keys."""
         if not self._buffer.is_full:
+            if self._committer.has_reply:  # a newer run ends the task at once
+                self._buffer.refuse(self._committer.finish())
             return
         if self._buffer.has_deferrals or self._cautious.is_on:  # a deferral has to know what was refused
             self._flush()
