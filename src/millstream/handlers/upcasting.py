@@ -31,7 +31,6 @@ _MAX_DIGITS = 9
 _VERSIONED = b"\x92"
 """First byte of a state with a version: an array of two; a state without one is a map."""
 
-_TEXT = {str}
 _Version = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 _encode = msgspec.msgpack.Encoder().encode
 _decode_plain = msgspec.msgpack.Decoder(dict[str, Any]).decode
@@ -120,8 +119,6 @@ def current_state(blob: bytes, upcasts: Sequence[StateUpcast]) -> State:
 
     Raises NewerState for one of a later version, DecodeError if an upcast fails, and ValueError if it is damaged.
     """
-    if not upcasts and blob[:1] != _VERSIONED:
-        return State(_decode_plain(blob)) if blob else State()
     version, found = parse_version_and_state(blob)
     if version > (current := current_version(upcasts)):
         raise NewerState(
@@ -159,7 +156,7 @@ def encode_state(state: State, version: int = 1) -> bytes:
 
     Raises TypeError, OverflowError, RecursionError or ValueError if it cannot be stored.
     """
-    if not _TEXT.issuperset(map(type, state)):
+    if not all(type(name) is str for name in state):
         raise TypeError("a name is not text")
     if not state:
         return b""
