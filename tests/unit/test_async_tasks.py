@@ -46,35 +46,31 @@ def endless_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("millstream.worker.running.async_runner._ITERATION_MS", inf)
 
 
-@pytest.mark.usefixtures("endless_iterations")
-def test_messages_that_do_not_wait_share_a_task(stream: ReliableStream, in_flight: InFlight) -> None:
+def tasks_of_five(stream: ReliableStream, in_flight: InFlight, *, waits: bool) -> int:
+    """Run five messages that wait, or not; return how many tasks they had."""
     seen: list[str] = []
 
     async def handle(message: Message) -> None:
         task = asyncio.current_task()
         assert task is not None
         seen.append(task.get_name())
+        if waits:
+            await asyncio.sleep(0)
 
     in_flight.add([delivery(stream, number) for number in range(1, 6)], 0)
-    with running(runner_of(handle, AsyncRunner, in_flight), in_flight):
+    with running(runner_of(handle, AsyncRunner, in_flight, **(ALONE if waits else {})), in_flight):
         assert outcomes(in_flight, 5) == [NO_EFFECTS] * 5
-    assert len(set(seen)) == 1
+    return len(set(seen))
+
+
+@pytest.mark.usefixtures("endless_iterations")
+def test_messages_that_do_not_wait_share_a_task(stream: ReliableStream, in_flight: InFlight) -> None:
+    assert tasks_of_five(stream, in_flight, waits=False) == 1
 
 
 @pytest.mark.usefixtures("endless_iterations")
 def test_a_message_that_waits_is_the_last_of_its_task(stream: ReliableStream, in_flight: InFlight) -> None:
-    seen: list[str] = []
-
-    async def handle(message: Message) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        seen.append(task.get_name())
-        await asyncio.sleep(0)
-
-    in_flight.add([delivery(stream, number) for number in range(1, 6)], 0)
-    with running(runner_of(handle, AsyncRunner, in_flight, **ALONE), in_flight):
-        assert outcomes(in_flight, 5) == [NO_EFFECTS] * 5
-    assert len(set(seen)) == 5
+    assert tasks_of_five(stream, in_flight, waits=True) == 5
 
 
 def test_the_loop_goes_on_between_messages_that_do_not_wait(

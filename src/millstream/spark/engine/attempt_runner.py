@@ -109,7 +109,7 @@ class AttemptRunner:
         """Call Redis until it answers. The watchdog timer pauses meanwhile: the call blocks the loop, not a handler."""
         self.disarm()
         with self._heartbeat.paused():
-            return self._client.retry_while_unavailable(operation, what=self._handler.label)
+            return self.call_behind(operation)
 
     def call_behind(self, operation: Callable[[], T], /) -> T:
         """Call Redis until it answers, in a thread beside the one that runs attempts."""

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
-from millstream.spark.engine.watchdog import hard_limit_ms, watchdog
+from millstream.spark.engine.watchdog import watchdog
 
 _HEARTBEAT_S = 1.0
 
@@ -16,14 +16,14 @@ class LoopHeartbeat:
     """
 
     def __init__(self, limit_ms: float | None) -> None:
-        self._timeout_ms = None if limit_ms is None else hard_limit_ms(limit_ms) + _HEARTBEAT_S * 1000
+        self._limit_ms = limit_ms
         self._watchdog = watchdog()
         self._is_active = False
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
         """Watch the running loop within the block."""
-        if self._timeout_ms is None:
+        if self._limit_ms is None:
             yield
             return
         heartbeat = asyncio.create_task(self._send_heartbeats())
@@ -53,5 +53,5 @@ class LoopHeartbeat:
             await asyncio.sleep(_HEARTBEAT_S)
 
     def _arm(self) -> None:
-        assert self._timeout_ms is not None
-        self._watchdog.arm(self._timeout_ms)
+        assert self._limit_ms is not None
+        self._watchdog.arm(self._limit_ms, more_ms=_HEARTBEAT_S * 1000)

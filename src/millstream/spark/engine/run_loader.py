@@ -67,8 +67,8 @@ class RunLoader:
 
     def split_into_runs(self, batch: pa.RecordBatch) -> list[KeyRun]:
         """Split a sorted batch into runs of one stream and key; each message without a key is a run of its own."""
-        entries = entries_of(batch)
-        starts = run_starts(batch)
+        entries = _entries_of(batch)
+        starts = _run_starts(batch)
         columns = (batch.column(name).take(pa.array(starts, pa.int64())).to_pylist() for name in ("stream", "key"))
         runs: list[KeyRun] = []
         for stream, raw_key, (start, end) in zip(*columns, pairwise([*starts, len(entries)]), strict=True):
@@ -219,14 +219,14 @@ class RunLoader:
                 run.entries = deque(entry for entry in run.entries if str(entry.id) not in committed)
 
 
-def entries_of(batch: pa.RecordBatch) -> list[Entry]:
+def _entries_of(batch: pa.RecordBatch) -> list[Entry]:
     """Return the entry of each row."""
     ms, seq, packed = (batch.column(name).to_pylist() for name in ("id_ms", "id_seq", "fields"))
     ids = map(_new, repeat(EntryId), zip(ms, seq, strict=True))
     return list(map(_new, repeat(Entry), zip(ids, packed, strict=True)))
 
 
-def run_starts(batch: pa.RecordBatch) -> list[int]:
+def _run_starts(batch: pa.RecordBatch) -> list[int]:
     """Return the rows at which a sorted batch has another stream or key than before, or no key."""
     stream, key = batch.column("stream"), batch.column("key")
     same = pc.and_(pc.equal(stream[1:], stream[:-1]), pc.equal(key[1:], key[:-1]))

@@ -35,7 +35,7 @@ from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import is_redriven
 from millstream.spark.engine.attempt_runner import AttemptRunner
 from millstream.spark.engine.cautious_mode import CautiousMode
-from millstream.spark.engine.commit_buffer import CommitBuffer
+from millstream.spark.engine.commit_buffer import CommitBuffer, Settle
 from millstream.spark.engine.key_run import DeferReason, KeyRun, check_finished, unpack, unpack_fields
 from millstream.spark.engine.rate_limit import RateLimit
 from millstream.spark.engine.run_committer import RunCommitter
@@ -81,7 +81,7 @@ class PartitionTask:
         self._rate_limit = RateLimit(handler.rate, self._commit_store, call=attempts.call, sleep=attempts.sleep)
         self._permits = TaskPermits.of(handler, self._commit_store, attempts.call)
         self._breaker = TaskBreaker(handler.breaker)
-        self._runs_ahead = not (handler.is_async or handler.in_batches or self._permits)
+        self._runs_consecutive = not (handler.is_async or handler.in_batches or self._permits)
         self._buffer = CommitBuffer()
         self._committer = RunCommitter(
             self._commit_store, self._metrics, self._failures, attempts.call, attempts.call_behind
@@ -158,8 +158,8 @@ class PartitionTask:
 
     async def _run_next(self, run: KeyRun, remaining: Iterator[KeyRun], group: asyncio.TaskGroup) -> bool:
         """Run the next messages of a key; return False if those behind them do not run now."""
-        if self._may_run_ahead(run):
-            stopped_by = self._run_while_done(run)
+        if self._may_run_consecutive(run):
+            stopped_by = self._run_consecutive(run)
             if stopped_by is None:
                 return self._commit_if_filled(run)
             return await self._settle(run, *stopped_by, remaining, group)
@@ -167,17 +167,17 @@ class PartitionTask:
         outcome = await self._run_message(run, message) if is_meant else Done((), run.state)
         return await self._settle(run, message, outcome, remaining, group)
 
-    def _may_run_ahead(self, run: KeyRun) -> bool:
+    def _may_run_consecutive(self, run: KeyRun) -> bool:
         """Return whether the next message of a key, and those like it behind it, need nothing but the handler."""
         return (
-            self._runs_ahead
+            self._runs_consecutive
             and run.attempt == 1
             and (run.key is not None or self._handler.key is None)
             and not (run.cancellation or run.entries[0].may_be_for_one)
             and not (self._cautious.is_on or self._rate_limit.is_active)
         )
 
-    def _run_while_done(self, run: KeyRun) -> tuple[Message, Outcome] | None:
+    def _run_consecutive(self, run: KeyRun) -> tuple[Message, Outcome] | None:
         """Run a plain handler on one message of a key after another, while the outcome is Done; return the first other one.
 
         Nothing waits in between, so the event loop takes no step for each message.
@@ -323,20 +323,16 @@ class PartitionTask:
 
     def _flush_if_full(self) -> None:
         """Commit what is staged if it is enough for one commit, while the task goes on with other keys."""
-        if not self._buffer.is_full:
-            if self._committer.has_reply:  # a newer run ends the task at once
-                self._buffer.refuse(self._committer.finish())
-            return
-        if self._buffer.has_deferrals or self._cautious.is_on:  # a deferral has to know what was refused
-            self._flush()
-        else:
+        if self._buffer.is_full:
+            must_wait = self._buffer.has_deferrals or self._cautious.is_on  # a deferral has to know what was refused
+            self._flush(self._committer.commit if must_wait else self._committer.begin)
+        elif self._committer.has_reply:  # a newer run ends the task at once
             self._buffer.refuse(self._committer.finish())
-            self._buffer.flush(self._committer.begin, self._committer.defer)
 
-    def _flush(self) -> None:
-        """Commit and defer what is staged."""
+    def _flush(self, commit: Settle | None = None) -> None:
+        """Commit and defer what is staged. `commit`: how; default: wait for the reply."""
         self._buffer.refuse(self._committer.finish())
-        self._buffer.flush(self._committer.commit, self._committer.defer)
+        self._buffer.flush(commit or self._committer.commit, self._committer.defer)
 
     def report(self) -> pa.RecordBatch:
         """Return the task's metrics, one row per stream; the first also has those of the whole task."""

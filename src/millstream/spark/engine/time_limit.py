@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 from millstream.handlers.attempt import RunResult, TimeLimiter
 from millstream.handlers.time_limit import TimeLimit
-from millstream.spark.engine.watchdog import hard_limit_ms, watchdog
+from millstream.spark.engine.watchdog import watchdog
 
 _MIN_REPEAT_S = 1.0
 _MIN_WAIT_S = 0.001
@@ -76,8 +76,7 @@ class AttemptTimeLimit:
         if not now_s < self._fires_at_s <= self._deadline_s:
             self._fires_at_s = self._deadline_s
             self._set_timer(limit_s)
-        if now_s >= self._watchdog.renew_at_s:
-            self._watchdog.arm(hard_limit_ms(limit_ms))
+        self._watchdog.arm(limit_ms)
 
     def _set_timer(self, seconds: float) -> None:
         if self._usable:

@@ -37,7 +37,7 @@ class Watchdog:
     """Kills this process if it is armed and not re-armed or disarmed in time. No-op where the system has no such timer.
 
     Setting the timer costs as much as a few messages do, so an `arm` within half a second of the last one is skipped. A
-    forked child has no watchdog timer. `renew_at_s`: an `arm` before this time of the monotonic clock is skipped.
+    forked child has no watchdog timer.
     """
 
     def __init__(self) -> None:
@@ -45,23 +45,26 @@ class Watchdog:
         self._timer = ctypes.c_void_p()
         event = _SignalEvent(None, signal.SIGKILL, _SIGEV_SIGNAL, b"")
         create = getattr(self._libc, "timer_create", None)
-        self.renew_at_s = float("-inf")
+        self._renew_at_s = float("-inf")
         self._armed = False
         self._usable = create is not None and not create(
             _CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(self._timer)
         )
 
-    def arm(self, within_ms: float) -> None:
-        """Kill this process in `within_ms` to `within_ms` + 500 milliseconds, unless armed again or disarmed first."""
+    def arm(self, limit_ms: float, *, more_ms: float = 0.0) -> None:
+        """Kill this process once an attempt with this time limit has no time left, unless armed again or disarmed first.
+
+        That is in `hard_limit_ms` and `more_ms`, or up to 500 milliseconds later.
+        """
         now_s = time.monotonic()
-        if now_s >= self.renew_at_s:
-            self.renew_at_s = now_s + _RENEW_S
-            self._set_timer(within_ms / 1000 + _RENEW_S)
+        if now_s >= self._renew_at_s:
+            self._renew_at_s = now_s + _RENEW_S
+            self._set_timer((hard_limit_ms(limit_ms) + more_ms) / 1000 + _RENEW_S)
 
     def disarm(self) -> None:
         """Stop the timer."""
         if self._armed:
-            self.renew_at_s = float("-inf")
+            self._renew_at_s = float("-inf")
             self._set_timer(0.0)
 
     def _set_timer(self, seconds: float) -> None:
