@@ -120,7 +120,7 @@ def test_messages_up_to_the_committed_offset_are_skipped(bench: TaskFixture) -> 
 def test_a_twin_that_commits_first_within_a_run_is_detected_and_the_rest_uses_its_state(
     bench: TaskFixture,
 ) -> None:
-    batch = bench.rows(*((n, b"a", {"n": n}) for n in range(1, 21)))
+    rows: list[Row] = [(n, b"a", {"n": n}) for n in range(1, 21)]
     twin = TaskFixture(bench.client)
     app = App("app")
 
@@ -128,11 +128,11 @@ def test_a_twin_that_commits_first_within_a_run_is_detected_and_the_rest_uses_it
         bench.seen.append((None, item.n, 1))
         if len(bench.seen) == 10:  # while we work on the tenth, the twin commits the first fifteen
             with ThreadPoolExecutor(1) as pool:  # an event loop of its own
-                pool.submit(twin.process, twin.handler(), batch.slice(0, 15)).result()
+                pool.submit(twin.process, twin.handler(), twin.rows(*rows[:15])).result()
         state["sum"] = state.get("sum", 0) + item.n
         return {"n": item.n}
 
-    report = bench.process(only(app, handle, key="k", into="out"), batch)
+    report = bench.process(only(app, handle, key="k", into="out"), bench.rows(*rows))
     assert report["refused"] == 1
     assert report["committed"] == 5
     assert bench.outputs() == list(range(1, 21))

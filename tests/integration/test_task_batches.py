@@ -15,6 +15,7 @@ from millstream.delivery.rate_override import RateOverride
 from millstream.handlers.handler import Handler
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import REDRIVE_FIELD
+from millstream.spark import key_blocks
 from millstream.spark.engine import watchdog
 from tests.support.task_fixtures import Item, Row, TaskFixture, hanging_on, only
 
@@ -54,7 +55,10 @@ def numbered(count: int) -> list[Row]:
 
 
 @KINDS
-def test_a_list_has_the_messages_of_a_stream_and_each_is_committed_once(bench: TaskFixture, kind: str) -> None:
+def test_a_list_has_the_messages_of_a_stream_and_each_is_committed_once(
+    bench: TaskFixture, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(key_blocks, "PORTION_MESSAGES", 12)
     took: list[list[int]] = []
     handler = listing(kind, took)
     report = bench.process(handler, bench.rows(*numbered(12)), bench.rows(*numbered(12)))
@@ -162,7 +166,10 @@ def test_tasks_keep_a_rate_together_and_reserve_no_more_than_they_use(bench: Tas
 
 
 @KINDS
-def test_a_list_waits_for_the_rate_of_all_its_messages(bench: TaskFixture, kind: str) -> None:
+def test_a_list_waits_for_the_rate_of_all_its_messages(
+    bench: TaskFixture, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(key_blocks, "PORTION_MESSAGES", 12)
     took: list[list[int]] = []
     began = time.monotonic()
     bench.process(

@@ -19,6 +19,7 @@ from millstream.model import EntryId
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
 from millstream.redis_client.replies import mapping_of
+from millstream.spark import key_blocks
 from millstream.testing.invariants import check_invariants
 from tests.support.task_fixtures import Item, Row, TaskFixture, only
 from tests.support.waiting import FAIL_SAFE_S
@@ -390,7 +391,10 @@ def test_a_key_that_is_drained_while_a_batch_begins_leaves_it_no_stale_state(
     bench.check()
 
 
-def test_a_key_that_a_task_has_deferred_waits_in_its_later_rows_too(bench: Deferral) -> None:
+def test_a_key_that_a_task_has_deferred_waits_in_its_later_messages_too(
+    bench: Deferral, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(key_blocks, "PORTION_MESSAGES", 1)
     handler = parking(bench, retry=Retry(attempts=3, delay_ms=HOUR_MS, max_delay_ms=HOUR_MS, jitter=0))
     works = works_of(handler)
 

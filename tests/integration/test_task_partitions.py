@@ -5,7 +5,6 @@ import random
 import string
 from collections import defaultdict
 
-import msgspec
 import pyarrow as pa
 import pytest
 
@@ -20,13 +19,13 @@ from millstream.partitions.partitioned_producer import PartitionedProducer
 from millstream.partitions.partitions import Partitions
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
-from millstream.redis_client.replies import mapping_of
 from millstream.spark.engine.deferred_jobs import DeferredJobs
 from millstream.spark.engine.entry_points import task_of
 from millstream.spark.engine.task import Job, PartitionTask
+from millstream.spark.key_blocks import BlockMaker
 from tests.support.clocks import ManualClock
 from tests.support.command_stats import commands_run
-from tests.support.task_fixtures import QUEUE_SCHEMA, SCHEMA
+from tests.support.task_fixtures import QUEUE_SCHEMA
 
 pytestmark = [pytest.mark.spark]
 
@@ -77,22 +76,15 @@ class Pipeline:
 
     def batch(self, most: int, *, dies: bool = False) -> None:
         """A batch of up to so many entries of each partition; it may die before its end."""
-        rows, ends = [], {}
+        runs, ends = [], {}
         frontiers = self.store.committed_ids(self.streams)
         for stream in self.streams:
             after = frontiers.get(stream, EntryId(0, 0))
-            for entry_id, pairs in self.client.execute("XRANGE", stream, f"({after}", "+", "COUNT", most):
-                at = EntryId.parse(entry_id)
-                ends[stream] = at
-                key = mapping_of(pairs)[b"k"]
-                rows.append((stream, key, at.ms, at.seq, msgspec.msgpack.encode(pairs)))
-        rows.sort()
-        if rows:
-            columns = dict(zip(("stream", "key", "id_ms", "id_seq", "fields"), zip(*rows, strict=True), strict=True))
-            batch = pa.RecordBatch.from_pydict(
-                {f.name: pa.array(columns[f.name], f.type) for f in SCHEMA}, schema=SCHEMA
-            )
-            asyncio.run(self._task().process([batch]))
+            if entries := self.client.execute("XRANGE", stream, f"({after}", "+", "COUNT", most):
+                ends[stream] = EntryId.parse(entries[-1][0])
+                runs.append((stream, entries))
+        if runs:
+            asyncio.run(self._task().process([BlockMaker(b"k", buckets=1)(runs)]))
         if not dies:
             self.store.advance_committed(ends)
 

@@ -11,6 +11,7 @@ from pyspark.sql.types import Row
 
 from millstream.errors import Unavailable
 from millstream.model import EntryId
+from millstream.spark.key_blocks import unpack_block
 from millstream.spark.source import provider as source
 from millstream.spark.source.options import parse
 from millstream.spark.source.schema import default_schema
@@ -159,11 +160,14 @@ def test_failfast_names_the_entry_the_field_and_the_value_that_does_not_fit(benc
 def test_the_packed_layout_has_the_last_value_of_the_key_field_as_workers_do(bench: Bench) -> None:
     entries = [["k", "a", "v", "1"], ["v", "k", "k", "b"], ["v", "k"], ["k", "c", "k", "d"], ["v", "1", "k", ""]]
     bench.add_raw("s", entries)
-    rows = bench.read("s", layout="packed", keyField="k").orderBy("id_ms", "id_seq").collect()
-    assert [row["key"] and bytes(row["key"]) for row in rows] == [b"a", b"b", None, b"d", b""]
-    assert [msgspec.msgpack.decode(row["fields"]) for row in rows] == [as_bytes(list(entry)) for entry in entries]
-    assert rows[0].asDict().keys() == {"stream", "id_ms", "id_seq", "key", "fields"}
-    assert [row["key"] for row in bench.read("s", layout="packed").collect()] == [None] * 5
+    (row,) = bench.read("s", layout="packed", keyField="k").collect()
+    found = dict(unpack_block(bytes(row["messages"])))
+    assert list(found) == [b"a", b"b", None, b"d"]
+    packed = [one for key in (b"a", b"b", None, b"d") for one in found[key][1::2]]
+    expected = [entries[0], entries[1], entries[2], entries[4], entries[3]]  # an empty key is none
+    assert [msgspec.msgpack.decode(one) for one in packed] == [as_bytes(list(entry)) for entry in expected]
+    (row,) = bench.read("s", layout="packed").collect()
+    assert [(key, len(messages)) for key, messages in unpack_block(bytes(row["messages"]))] == [(None, 10)]
 
 
 def test_reading_begins_after_an_id_or_at_a_time_and_ends_at_either(bench: Bench) -> None:

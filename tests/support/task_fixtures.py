@@ -18,16 +18,8 @@ from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
 from millstream.spark.engine.entry_points import task_of
 from millstream.spark.engine.task import Job, PartitionTask
+from millstream.spark.key_blocks import group_by_key, make_blocks
 
-SCHEMA = pa.schema(
-    [
-        ("stream", pa.string()),
-        ("id_ms", pa.int64()),
-        ("id_seq", pa.int64()),
-        ("key", pa.binary()),
-        ("fields", pa.binary()),
-    ]
-)
 QUEUE_SCHEMA = pa.schema([("stream", pa.string()), ("queue", pa.binary())])
 Row = tuple[int, bytes | None, dict[Any, Any]]
 
@@ -67,20 +59,14 @@ class TaskFixture:
         self.token = 1
 
     def rows(self, *rows: Row, stream: str = "in") -> pa.RecordBatch:
+        """One block with these messages, by key; those without a key come first."""
         ordered = sorted(rows, key=lambda row: (row[1] is not None, row[1] or b"", row[0]))
         packed = [
             msgspec.msgpack.encode([part for k, v in fields.items() for part in (_bytes(k), _bytes(v))])
             for _, _, fields in ordered
         ]
-        columns = [
-            [stream] * len(rows),
-            [ms for ms, _, _ in ordered],
-            [0] * len(rows),
-            [key for _, key, _ in ordered],
-        ]
-        return pa.RecordBatch.from_arrays(
-            [pa.array(c, f.type) for c, f in zip([*columns, packed], SCHEMA, strict=True)], schema=SCHEMA
-        )
+        by_key = group_by_key([key for _, key, _ in ordered], [b"%d-0" % ms for ms, _, _ in ordered], packed)
+        return make_blocks([(stream, by_key, bytes(16))] if rows else [], buckets=1)
 
     def add(self, *numbers: int, keys: str, fail: int = 0) -> list[Row]:
         """Add entries with these numbers to the stream, and return their rows: one for each letter of `keys`; those of A fail `fail` times."""

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 import pytest
 
 from millstream.delivery.effects import MAX_COMMIT_OUTPUTS
-from millstream.model import EntryId
 from millstream.spark.engine.commit_buffer import COMMIT_BYTES, COMMIT_MESSAGES, CommitBuffer
 from millstream.spark.engine.key_run import Entry, KeyRun
 
@@ -15,10 +14,10 @@ pytestmark = [pytest.mark.spark]
 
 def run_of(key: bytes, *, processed: int = 1, left: int = 0) -> KeyRun:
     """A run with so many processed messages, and so many after them."""
-    entries = [Entry(EntryId(n, 0), b"") for n in range(1, processed + left + 1)]
+    entries = [Entry(b"%d-0" % n, b"") for n in range(1, processed + left + 1)]
     run = KeyRun("in", key, b"k" + key, deque(entries[processed:]), covered=entries[:processed])
     for entry in run.covered:
-        run.effects.add_message(str(entry.id))
+        run.effects.add_message(entry.id_text.decode())
     return run
 
 

@@ -223,7 +223,7 @@ def run(
 ) -> None:
     """Run an app as a Spark pipeline, in order per key, each effect committed exactly once."""
     settings, app = _pairs(conf or []), _load(target, only or (), py_files or ())
-    from millstream.spark.run.query_metrics import QueryMetrics
+    from millstream.spark.run.query_metrics import RunMetrics
     from millstream.spark.run.supervisor import RunSettings, Supervisor
 
     run_settings = RunSettings(
@@ -254,7 +254,7 @@ def run(
 
         def run_on(spark: Any, chosen: RunSettings) -> None:
             if metrics_address:
-                spark.streams.addListener(QueryMetrics(recorder))
+                spark.streams.addListener(RunMetrics(recorder, {one.label for one in app.handlers.values()}))
             supervise(app, spark, chosen).run()
 
         _in_sessions(session, run_on, run_settings, stopping)

@@ -238,7 +238,9 @@ ROUTER_DROPPED = _counter(
     "router_messages_dropped", "messages", "Messages dropped for slow subscribers that chose dropping."
 )
 
-SPARK_ROWS = _counter("spark_rows", "messages", "Rows read by the batches of a query, as Spark counts them.", "query")
+SPARK_ROWS = _counter(
+    "spark_rows", "messages", "Rows read by the batches of a query; of a handler, its messages.", "query"
+)
 SPARK_BATCH_SECONDS = _seconds("spark_batch", "Duration of one batch of a query, with planning.", _LONG, "query")
 SPARK_BEHIND = _gauge(
     "spark_behind_messages",

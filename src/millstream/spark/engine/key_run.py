@@ -26,10 +26,15 @@ _DELETED = _pack([REDRIVE_FIELD, b""])  # a deleted entry: meant for no handler,
 
 
 class Entry(NamedTuple):
-    """One row: an entry id and its fields, still packed as msgpack."""
+    """An entry: its id, as text, and its fields, still packed as msgpack."""
 
-    id: EntryId
+    id_text: bytes
     packed: bytes
+
+    @property
+    def id(self) -> EntryId:
+        """Its id, to compare."""
+        return EntryId.parse(self.id_text)
 
     @property
     def may_be_for_one(self) -> bool:
@@ -39,7 +44,7 @@ class Entry(NamedTuple):
     def add_copy_to(self, effects: Effects) -> None:
         """Add its id to the effects that complete it, if it may be the edited copy of a dead letter."""
         if self.may_be_for_one and EDITED_FIELD in self.packed:
-            effects.add_copy(str(self.id))
+            effects.add_copy(self.id_text.decode())
 
 
 class DeferReason(NamedTuple):
@@ -106,7 +111,7 @@ class KeyRun:
     def load_queue(self, queue: DeferredKey) -> None:
         """Start, or restart, with the entries of its key queue."""
         self.entries = deque(
-            Entry(EntryId.parse(one), _DELETED if pairs is None else _pack(pairs)) for one, pairs in queue.entries
+            Entry(one.encode(), _DELETED if pairs is None else _pack(pairs)) for one, pairs in queue.entries
         )
         self.attempt = queue.failed_attempts + 1
         self._reset(queue.state, b"")
@@ -118,7 +123,7 @@ class KeyRun:
 
     def deferral(self) -> Deferral:
         """The deferral of its remaining entries; valid once its effects are committed."""
-        ids = [str(entry.id) for entry in self.entries]
+        ids = [entry.id_text.decode() for entry in self.entries]
         how, detail, failed, last_error = self.defer_reason
         return Deferral(
             queue=self.offset_field,

@@ -1,15 +1,16 @@
 """Engine: the driver's side of the handler engine, from a micro-batch's rows to committed effects.
 
-Every batch: shuffle by key, sort by entry id, run the handler in the executors (`task.py`), then advance the committed
-offset of each stream to the end of the batch. Spark may repeat a batch, wholly or in part, after any crash: the key
-offsets and the committed offset exclude committed messages, so nothing takes effect twice.
+Every batch: shuffle blocks of messages by key (`key_blocks.py`), sort them by entry id, run the handler in the executors
+(`task.py`), then advance the committed offset of each stream to the end of the batch. Spark may repeat a batch, wholly or
+in part, after any crash: the key offsets and the committed offset exclude committed messages, so nothing takes effect
+twice.
 """
 
 import time
 from collections.abc import Callable, Iterable, Iterator
 
 import pyarrow as pa
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from millstream.delivery.commit_store import CommitStore
@@ -24,7 +25,11 @@ from millstream.spark.engine.key_run import unpack_fields
 from millstream.spark.engine.run_breaker import Rows, RunBreaker
 from millstream.spark.engine.task import Job
 from millstream.spark.engine.task_metrics import METRICS_SCHEMA, BatchTotals, log_failures, sum_counters
+from millstream.spark.key_blocks import SORT_COLUMNS, ByKey, bucket_count, group_by_key, make_blocks, unpack_block
 from millstream.spark.versions import spark_schema
+
+_TRIED_NUMBERS = 40
+"""So many numbers a partition: that none of them is hashed to it has a chance of e^-40."""
 
 
 class Engine:
@@ -51,6 +56,7 @@ class Engine:
         self._deferred_jobs = deferred_jobs
         self._give_up = give_up
         self._on_batch = on_batch
+        self._numbers: dict[int, list[int]] = {}
         self._client = shared_client(job.url)
         self._commit_store = CommitStore(self._client, app=job.handler.app, handler=job.handler.name, token=job.token)
 
@@ -67,15 +73,12 @@ class Engine:
         )
 
     def _run(self, job: Job, frame: DataFrame) -> Rows:
-        if callable(job.handler.key):
-            frame = frame.mapInArrow(_KeyColumn(job.handler), frame.schema)
         if job.handler.key is not None:
-            # Messages without a key are spread by their ids, not gathered under one null key.
-            shuffle_key = F.expr("coalesce(nullif(key, X''), cast(concat(id_ms, '-', id_seq) as binary))")
             # Read for each batch, since a cluster's executors come and go.
             cores = frame.sparkSession.sparkContext.defaultParallelism
-            frame = frame.repartition(cores, shuffle_key, F.col("stream"))
-            frame = frame.sortWithinPartitions("stream", "key", "id_ms", "id_seq")
+            if callable(job.handler.key):
+                frame = frame.mapInArrow(_GroupByFunction(job.handler, bucket_count(cores)), frame.schema)
+            frame = self._shuffle(frame, cores)
 
         def run(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             return run_partition(job, batches)
@@ -83,6 +86,14 @@ class Engine:
         rows = [row.asDict() for row in frame.mapInArrow(run, spark_schema(METRICS_SCHEMA)).collect()]
         log_failures(self._failures, rows)
         return rows
+
+    def _shuffle(self, frame: DataFrame, partitions: int) -> DataFrame:
+        """Spread the buckets evenly over so many partitions, and sort each."""
+        if partitions not in self._numbers:
+            self._numbers[partitions] = _numbers_of_partitions(frame.sparkSession, partitions)
+        numbers = F.array(*map(F.lit, self._numbers[partitions]))
+        frame = frame.repartition(partitions, numbers[F.col("bucket") % partitions])
+        return frame.sortWithinPartitions(*SORT_COLUMNS)
 
     def _advance(self, rows: Rows) -> None:
         ends: dict[str, EntryId] = {}
@@ -94,21 +105,36 @@ class Engine:
         )
 
 
-class _KeyColumn:
-    """Fills the key column for a handler whose key is a function."""
+def _numbers_of_partitions(spark: SparkSession, count: int) -> list[int]:
+    """Return a number for each of `count` partitions that Spark's repartition, which hashes its columns, moves there."""
+    hashes = f"transform(sequence(0, {_TRIED_NUMBERS * count}), number -> pmod(hash(number), {count})) as hashes"
+    row = spark.sql(f"select {hashes}").first()
+    assert row is not None
+    return [row["hashes"].index(partition) for partition in range(count)]
 
-    def __init__(self, handler: Handler) -> None:
+
+class _GroupByFunction:
+    """Groups the messages of blocks by key, for a handler whose key is a function."""
+
+    def __init__(self, handler: Handler, buckets: int) -> None:
         self._handler = handler
+        self._buckets = buckets
 
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for batch in batches:
-            columns = [batch.column(name).to_pylist() for name in ("stream", "id_ms", "id_seq", "fields")]
-            keys = [self._key(*row) for row in zip(*columns, strict=True)]
-            index = batch.schema.get_field_index("key")
-            yield batch.set_column(index, batch.schema.field(index), pa.array(keys, pa.binary()))
+            blocks = (
+                (row["stream"], self._by_key(row["stream"], row["messages"]), row["first_id"])
+                for row in batch.to_pylist()
+            )
+            yield make_blocks(blocks, self._buckets)
 
-    def _key(self, stream: str, ms: int, seq: int, packed: bytes) -> bytes | None:
-        message = Message(stream, f"{ms}-{seq}", unpack_fields(packed)[0])
+    def _by_key(self, stream: str, block: bytes) -> ByKey:
+        messages = [part for _, some in unpack_block(block) for part in some]
+        ids, packed = messages[::2], messages[1::2]
+        return group_by_key([self._key(stream, *one) for one in zip(ids, packed, strict=True)], ids, packed)
+
+    def _key(self, stream: str, entry_id: bytes, packed: bytes) -> bytes | None:
+        message = Message(stream, entry_id.decode(), unpack_fields(packed)[0])
         try:
             return self._handler.key_of(message)
         except DecodeError:

@@ -4,11 +4,10 @@ import logging
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable
 from functools import partial
-from itertools import pairwise, repeat
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from millstream.delivery.cancellation import read_cancellations
 from millstream.delivery.commit_store import ENTRY_PREFIX, KEY_PREFIX, CommitStore, CommittedPosition
@@ -20,6 +19,7 @@ from millstream.redis_client.client import Client
 from millstream.spark.engine.attempt_runner import CallRedis
 from millstream.spark.engine.key_run import Entry, KeyRun, unpack, unpack_fields
 from millstream.spark.engine.task_metrics import TaskMetrics
+from millstream.spark.key_blocks import Portion
 
 if TYPE_CHECKING:
     from millstream.spark.engine.key_migration import PartitionMigration
@@ -65,20 +65,19 @@ class RunLoader:
 
     # --- From rows to runs ---
 
-    def split_into_runs(self, batch: pa.RecordBatch) -> list[KeyRun]:
-        """Split a sorted batch into runs of one stream and key; each message without a key is a run of its own."""
-        entries = _entries_of(batch)
-        starts = _run_starts(batch)
-        columns = (batch.column(name).take(pa.array(starts, pa.int64())).to_pylist() for name in ("stream", "key"))
+    def split_into_runs(self, portion: Portion) -> list[KeyRun]:
+        """Make a run of the messages of each stream and key; each message without a key is a run of its own."""
         runs: list[KeyRun] = []
-        for stream, raw_key, (start, end) in zip(*columns, pairwise([*starts, len(entries)]), strict=True):
-            own = deque(entries[start:end])
-            key = raw_key or None
-            offset_field = KEY_PREFIX + key if key is not None else ENTRY_PREFIX + str(own[0].id).encode()
-            runs.append(KeyRun(stream, key, offset_field, own))
-            metrics = self._metrics_of(stream, own[-1].id)
-            metrics.messages += len(own)
-            metrics.last_id = max(metrics.last_id, own[-1].id)  # a run is in the order of its stream
+        for (stream, key), messages in portion.items():
+            entries = map(_new, repeat(Entry), zip(messages[::2], messages[1::2], strict=True))
+            if key is not None:
+                runs.append(KeyRun(stream, key, KEY_PREFIX + key, deque(entries)))
+            else:
+                runs += [KeyRun(stream, None, ENTRY_PREFIX + entry.id_text, deque((entry,))) for entry in entries]
+            last = EntryId.parse(messages[-2])
+            metrics = self._metrics_of(stream, last)
+            metrics.messages += len(messages) // 2
+            metrics.last_id = max(metrics.last_id, last)  # the messages are in the order of their stream
         return runs
 
     def runs_of_queues(self, batch: pa.RecordBatch) -> list[KeyRun]:
@@ -99,7 +98,7 @@ class RunLoader:
         """Return the next message of a run, `after` so many, and False if it is for another handler of the stream alone."""
         entry = run.entries[after]
         pairs, meant_for = unpack_fields(entry.packed)
-        message = Message(run.stream, str(entry.id), pairs, run.key, run.attempt, token)
+        message = Message(run.stream, entry.id_text.decode(), pairs, run.key, run.attempt, token)
         if meant_for is None:
             return message, True
         if meant_for == self._label and self._migration is not None and run.key is not None:
@@ -212,27 +211,11 @@ class RunLoader:
         ]
         for stream in {run.stream for run in affected}:
             some = [run for run in affected if run.stream == stream]
-            ids = [str(entry.id) for run in some for entry in run.entries if entry.id <= takeover_ids[stream]]
+            ids = [entry.id_text.decode() for run in some for entry in run.entries if entry.id <= takeover_ids[stream]]
             incomplete = partial(self._commit_store.incomplete, stream, ids)
             committed = set(ids) - self._call(incomplete)
             for run in some:
-                run.entries = deque(entry for entry in run.entries if str(entry.id) not in committed)
-
-
-def _entries_of(batch: pa.RecordBatch) -> list[Entry]:
-    """Return the entry of each row."""
-    ms, seq, packed = (batch.column(name).to_pylist() for name in ("id_ms", "id_seq", "fields"))
-    ids = map(_new, repeat(EntryId), zip(ms, seq, strict=True))
-    return list(map(_new, repeat(Entry), zip(ids, packed, strict=True)))
-
-
-def _run_starts(batch: pa.RecordBatch) -> list[int]:
-    """Return the rows at which a sorted batch has another stream or key than before, or no key."""
-    stream, key = batch.column("stream"), batch.column("key")
-    same = pc.and_(pc.equal(stream[1:], stream[:-1]), pc.equal(key[1:], key[:-1]))
-    has_key = pc.greater(pc.binary_length(key[1:]), 0)
-    is_start = pc.invert(pc.fill_null(pc.and_(same, has_key), False))
-    return [0] * (len(batch) > 0) + [row + 1 for row in pc.indices_nonzero(is_start).to_pylist()]
+                run.entries = deque(entry for entry in run.entries if entry.id_text.decode() not in committed)
 
 
 def _partition_migration(client: Client, handler: Handler) -> "PartitionMigration":

@@ -43,6 +43,7 @@ from millstream.spark.engine.run_loader import RunLoader
 from millstream.spark.engine.task_breaker import TaskBreaker
 from millstream.spark.engine.task_metrics import COUNTERS, METRICS_SCHEMA, TaskMetrics
 from millstream.spark.engine.task_permits import TaskPermits
+from millstream.spark.key_blocks import read_portions
 
 MAX_BACKOFF_MS = 1_000.0
 """Total back-off of one key that a batch waits out, in milliseconds; a key that needs longer is deferred."""
@@ -91,10 +92,10 @@ class PartitionTask:
 
     async def process(self, batches: Iterable[pa.RecordBatch]) -> None:
         """Run every message of `batches` and commit its effects."""
-        for batch in batches:
+        for portion in read_portions(batches):
             if self._breaker.is_open:
                 continue  # the driver runs the batch again once the handler is resumed
-            runs = self._loader.split_into_runs(batch)
+            runs = self._loader.split_into_runs(portion)
             self._count_keyless(runs)
             if not self._breaker.is_open:
                 await self._process_runs(runs)

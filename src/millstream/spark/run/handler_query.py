@@ -9,6 +9,7 @@ from typing import ClassVar
 from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame
+from pyspark.sql.streaming.listener import StreamingQueryProgress
 from pyspark.sql.streaming.query import StreamingQuery
 
 from millstream.admin.key_queues import count_parked
@@ -29,6 +30,7 @@ from millstream.spark.engine.micro_batch import Engine
 from millstream.spark.engine.run_breaker import RunBreaker
 from millstream.spark.engine.task import Job
 from millstream.spark.engine.task_metrics import COUNTERS, BatchTotals
+from millstream.spark.key_blocks import bucket_count
 from millstream.spark.run.failures import failure_of
 from millstream.spark.run.first_start import check_slots, commit_store_of, prepare_new
 from millstream.spark.run.owner_check import OwnerCheck
@@ -62,6 +64,7 @@ class HandlerQuery(SupervisedQuery):
         self._membership: ServiceMembership | None = None
         self._deferred_thread: threading.Thread | None = None
         self._failure_log = FailureLog(handler, clock=context.clock)
+        self._messages: dict[int, int] = {}
 
     def streams(self) -> list[str]:
         """The streams that it names, that match its pattern, its partitions, or the announced ones, as of now."""
@@ -149,7 +152,7 @@ class HandlerQuery(SupervisedQuery):
             "committedHandler": handler.name,
             "group": self.group,
             "startingOffsets": "committed",
-            **({"keyField": handler.key_field} if handler.key_field else {}),
+            **self._key_options(),
         }
         job = Job(handler=handler, url=context.settings.url, token=token)
         deferred = [stream for stream, position in positions.items() if position.has_queues]
@@ -183,6 +186,13 @@ class HandlerQuery(SupervisedQuery):
         frame = context.spark.readStream.format("redis-streams").options(**options).load()
         return self._start_query(frame.writeStream.foreachBatch(self._batch_function(engine)))
 
+    def _key_options(self) -> dict[str, str | int]:
+        """The source options for the key; of a function the source knows nothing."""
+        if not self._handler.key_field:
+            return {}
+        cores = self._context.spark.sparkContext.defaultParallelism
+        return {"keyField": self._handler.key_field, "buckets": bucket_count(cores)}
+
     def _take_over(self) -> tuple[int, dict[str, CommittedPosition]]:
         """Begin a run; return its token and its streams' committed positions. It continues after workers' commits."""
         streams = self.streams()
@@ -192,7 +202,13 @@ class HandlerQuery(SupervisedQuery):
 
     def _on_batch(self, batch: BatchTotals) -> None:
         self.failures = 0
+        # Spark reports a batch after its end, perhaps once the next one has ended.
+        self._messages = {**dict(list(self._messages.items())[-1:]), batch.batch: batch.messages}
         self._context.on_event({"event": "batch", **asdict(batch)})
+
+    def _rows_of(self, progress: StreamingQueryProgress) -> int:
+        """How many messages a batch had: Spark counts their blocks."""
+        return self._messages.get(progress.batchId, 0)
 
     def _on_pause(self, pause: Pause | None, counters: Mapping[str, int]) -> None:
         if pause is None:

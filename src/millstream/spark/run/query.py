@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
+from pyspark.sql.streaming.listener import StreamingQueryProgress
 from pyspark.sql.streaming.query import StreamingQuery
 from pyspark.sql.streaming.readwriter import DataStreamWriter
 
@@ -203,10 +204,11 @@ class SupervisedQuery(ABC):
         query = self.query  # the supervisor may take it away meanwhile
         found = query.lastProgress if query is not None else None
         if found is not None and "addBatch" in found.durationMs:
+            rows = self._rows_of(found)
             self._last_progress = {
                 "batch": found.batchId,
-                "rows": found.numInputRows,
-                "rows_per_s": found.processedRowsPerSecond,
+                "rows": rows,
+                "rows_per_s": rows * 1000 / found.batchDuration if found.batchDuration else 0.0,
                 "took_ms": found.batchDuration,
                 "began_ms": round(datetime.fromisoformat(found.timestamp).timestamp() * 1000),
             }
@@ -218,6 +220,10 @@ class SupervisedQuery(ABC):
             last_failure=escape(self.last_failure),
             ui=ui,
         )
+
+    def _rows_of(self, progress: StreamingQueryProgress) -> int:
+        """How many rows a batch had."""
+        return progress.numInputRows
 
     def emit(self, event: str, **more: Any) -> None:
         """Emit an event of this query."""

@@ -1,7 +1,7 @@
 """QueryMetrics: reports the progress of Spark's queries to millstream's metrics."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from pyspark.sql.streaming.listener import (
@@ -42,10 +42,13 @@ class QueryMetrics(StreamingQueryListener):
         progress = event.progress
         query = progress.name or str(progress.id)
         if "addBatch" in progress.durationMs:
-            self._metrics.count(m.SPARK_ROWS, progress.numInputRows, query=query)
+            self._metrics.count(m.SPARK_ROWS, self._rows_of(progress), query=query)
             self._metrics.observe(m.SPARK_BATCH_SECONDS, progress.batchDuration / 1000, query=query)
         if lags := _lags(progress):
             self._report_lag(query, lags)
+
+    def _rows_of(self, progress: StreamingQueryProgress) -> int:
+        return progress.numInputRows
 
     def onQueryIdle(self, event: QueryIdleEvent) -> None:  # noqa: N802
         """Do nothing: the last values stay valid."""
@@ -75,6 +78,17 @@ class QueryMetrics(StreamingQueryListener):
         self._reported[query] = worst
 
 
+class RunMetrics(QueryMetrics):
+    """The metrics of a run's queries. Of `handlers` (`app.name`) Spark counts blocks, so `report_batch` counts the rows."""
+
+    def __init__(self, metrics: m.Metrics, handlers: Collection[str]) -> None:
+        super().__init__(metrics)
+        self._handlers = handlers
+
+    def _rows_of(self, progress: StreamingQueryProgress) -> int:
+        return 0 if progress.name in self._handlers else super()._rows_of(progress)
+
+
 def _lags(progress: StreamingQueryProgress) -> dict[str, int | None]:
     """Return the lag of the query in each stream of all its sources.
 
@@ -100,6 +114,7 @@ def init_run(metrics: m.Metrics, handlers: Iterable[Handler]) -> None:
 def report_batch(metrics: m.Metrics, handler: str, batch: Mapping[str, Any]) -> None:
     """Count the totals of a finished batch of `handler` (`app.name`): see `BatchTotals`."""
     metrics.count(m.READ, batch["messages"], handler=handler)
+    metrics.count(m.SPARK_ROWS, batch["messages"], query=handler)
     metrics.count(m.COMMITTED, batch["committed"], handler=handler)
     metrics.count(m.HEAD_OF_LINE_AVOIDED, batch["head_of_line_avoided"], handler=handler)
     metrics.count(m.RETRIED, batch["retries"], handler=handler)

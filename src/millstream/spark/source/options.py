@@ -51,6 +51,7 @@ NAMES = (
     "subscribeAnnounced",
     "subscribePartitions",
     "keyField",
+    "buckets",
     "committedApp",
     "committedHandler",
 )
@@ -61,7 +62,7 @@ _LOG_ONLY = ("startingGroup", "committedApp")
 _SHARED_BATCH = 10_000
 _MIN_CLAIM_MS = 1_000
 _MIN_TARGET_MS = 100
-_PACKED_ONLY = ("keyField",)
+_PACKED_ONLY = ("keyField", "buckets")
 _COLUMNS_ONLY = ("fieldsAs", "mode", "redriven")
 
 
@@ -88,7 +89,7 @@ class Columns:
     * `fields_as`: the type of the column `fields`
     * `failfast`: a value that does not fit its typed column is an error, not null
     * `skip_redriven`: skip entries that are for one handler alone: redriven ones, and those of timers
-    * `packed`: the layout of the handler engine, with the value of `key_field` as the key
+    * `packed`: blocks of messages for the handler engine, with the value of `key_field` as the key, in `buckets`
     """
 
     fields_as: FieldsAs = "array"
@@ -96,6 +97,7 @@ class Columns:
     skip_redriven: bool = False
     packed: bool = False
     key_field: str | None = None
+    buckets: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,4 +351,5 @@ def _columns(options: OptionParser) -> Columns:
         skip_redriven=options.choice("redriven", ("keep", "skip"), "keep") == "skip",
         packed=packed,
         key_field=options.text("keyField"),
+        buckets=options.number("buckets") or 1,
     )

@@ -15,7 +15,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.errors import ConfigError, DecodeError
-from millstream.model import value_of
 from millstream.spark.limits import MAX_LONG, MAX_TIMESTAMP_MS
 from millstream.spark.source.field_name_case import warn_of_other_case
 
@@ -157,15 +156,6 @@ def _text(value: bytes) -> object:
         return str(value, "utf-8")
     except UnicodeDecodeError:
         return {"base64": value}  # msgspec encodes bytes as base64
-
-
-def packed_columns(fields: Fields, *, key_field: bytes | None) -> dict[str, pa.Array]:
-    """The fields as one msgpack list of binaries, and the value of `key_field` (the last, if repeated, as on workers)."""
-    encode = msgspec.msgpack.Encoder().encode
-    packed = pa.array(list(map(encode, fields)), pa.binary())
-    if key_field is None:
-        return {"key": pa.nulls(len(fields), pa.binary()), "fields": packed}
-    return {"key": pa.array([value_of(some, key_field) for some in fields], pa.binary()), "fields": packed}
 
 
 def typed_columns(fields: Fields, *, schema: pa.Schema, names: Sequence[str], failfast: bool) -> dict[str, pa.Array]:

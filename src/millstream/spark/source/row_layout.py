@@ -7,13 +7,13 @@ import pyarrow as pa
 from pyspark.sql.types import StructType
 
 from millstream.redis_client.key_names import REDRIVE_FIELD, to_wire
+from millstream.spark.key_blocks import BlockMaker
 from millstream.spark.source.options import Columns
 from millstream.spark.source.row_decoder import (
     BatchMaker,
     StreamEntries,
     json_columns,
     map_columns,
-    packed_columns,
     pair_columns,
     typed_columns,
 )
@@ -34,7 +34,7 @@ def _without_redriven(runs: Sequence[StreamEntries]) -> list[StreamEntries]:
     return [(stream, [entry for entry in entries if entry[1][0] != REDRIVE_FIELD]) for stream, entries in runs]
 
 
-def _maker(columns: Columns, schema: StructType) -> BatchMaker:
+def _maker(columns: Columns, schema: StructType) -> MakeBatch:
     arrow = arrow_schema(schema)
     meta = shown_columns(columns, schema)
     if not is_default(columns, schema):
@@ -42,7 +42,7 @@ def _maker(columns: Columns, schema: StructType) -> BatchMaker:
         return BatchMaker(arrow, meta, partial(typed_columns, schema=arrow, names=names, failfast=columns.failfast))
     if columns.packed:
         key = to_wire(columns.key_field) if columns.key_field is not None else None
-        return BatchMaker(arrow, meta, partial(packed_columns, key_field=key))
+        return BlockMaker(key, columns.buckets)
     if columns.fields_as == "json":
         return BatchMaker(arrow, meta, json_columns)
     return BatchMaker(arrow, meta, partial(map_columns if columns.fields_as == "map" else pair_columns, schema=arrow))

@@ -42,6 +42,15 @@ _FIELDS: dict[FieldsAs, DataType] = {
     "map": MapType(StringType(), BinaryType(), False),
     "json": StringType(),
 }
+_BLOCK = StructType(
+    [
+        StructField("bucket", IntegerType(), False),
+        StructField("stream", StringType(), False),
+        StructField("first_id", BinaryType(), False),
+        StructField("messages", BinaryType(), False),
+    ]
+)
+"""As in `key_blocks.py`."""
 _FIELD_TYPES = (
     StringType,
     BinaryType,
@@ -83,12 +92,9 @@ def schema_of(wanted: Any) -> StructType | str:
 def default_schema(columns: Columns) -> StructType:
     """The schema of a source whose user sets none."""
     if columns.packed:
-        names: tuple[str, ...] = ("stream", "id_ms", "id_seq")
-        rest = [StructField("key", BinaryType()), StructField("fields", BinaryType(), False)]
-    else:
-        names = tuple(ENTRY_COLUMNS)
-        rest = [StructField("fields", _FIELDS[columns.fields_as], False)]
-    return StructType([*(StructField(name, ENTRY_COLUMNS[name], name == "timestamp") for name in names), *rest])
+        return _BLOCK
+    entry = (StructField(name, kind, name == "timestamp") for name, kind in ENTRY_COLUMNS.items())
+    return StructType([*entry, StructField("fields", _FIELDS[columns.fields_as], False)])
 
 
 def is_default(columns: Columns, schema: StructType) -> bool:

@@ -1,0 +1,176 @@
+"""Key blocks: how the messages of a batch cross Spark's shuffle, many in one row.
+
+Java copies, compares and converts rows one by one. So a task of the source packs the messages of one stream and one bucket
+into one row, a block. A bucket is a hash of stream and key: all messages of a key are in one bucket, and Spark moves whole
+buckets. In a partition that is sorted by `SORT_COLUMNS`, the messages of a key are in the order of their stream.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+from zlib import crc32
+
+import msgspec
+import pyarrow as pa
+
+from millstream.model import EntryId, value_of
+
+SCHEMA = pa.schema(
+    [
+        pa.field("bucket", pa.int32(), nullable=False),
+        pa.field("stream", pa.string(), nullable=False),
+        pa.field("first_id", pa.binary(), nullable=False),
+        pa.field("messages", pa.binary(), nullable=False),
+    ]
+)
+"""The columns of a block.
+
+* `first_id`: the block's entries come after those of blocks with a smaller one; 16 bytes that compare as ids do
+* `messages`: key, [id, fields, id, fields, ...], next key, ... as msgpack. Fields are packed once more, as one list of
+  binaries. The key is nil for messages without a key.
+"""
+
+SORT_COLUMNS = ("bucket", "stream", "first_id")
+
+PORTION_MESSAGES = 10_000
+PORTION_BYTES = 16 << 20
+"""A task unpacks about so much of its partition at a time."""
+
+_MIN_BUCKETS = 64
+_BUCKETS_PER_CORE = 8
+
+Messages = list[bytes]
+"""Messages of one stream, in order: [id, fields, id, fields, ...], the fields packed."""
+
+ByKey = Mapping[bytes | None, Messages]
+"""Messages of one stream by key; those without a key are under None."""
+
+Portion = Mapping[tuple[str, bytes | None], Messages]
+"""Messages by stream and key."""
+
+_pack = msgspec.msgpack.Encoder().encode
+_unpack = msgspec.msgpack.Decoder().decode
+
+
+def bucket_count(cores: int) -> int:
+    """Return a number of buckets that spreads the keys of a batch evenly over so many cores."""
+    return max(_MIN_BUCKETS, _BUCKETS_PER_CORE * cores)
+
+
+# --- Making blocks ---
+
+
+class BlockMaker:
+    """Makes the blocks of raw stream entries, of which `key_field` is the key; None: none has a key.
+
+    Of a repeated field the last value counts, as on workers. With one bucket, the blocks are in the order of the entries.
+    """
+
+    def __init__(self, key_field: bytes | None, buckets: int) -> None:
+        self._key_field = key_field
+        self._buckets = buckets
+
+    def __call__(self, runs: Iterable[tuple[str, Sequence[Sequence[Any]]]]) -> pa.RecordBatch:
+        """Return the blocks of consecutive entries of streams, [id, [name, value, name, value, ...]] each, as parsed."""
+        streams: dict[str, list[Sequence[Any]]] = {}
+        for stream, entries in runs:
+            streams.setdefault(stream, []).extend(entries)
+        return make_blocks(
+            (
+                (stream, self._by_key(entries), _sortable(entries[0][0]))
+                for stream, entries in streams.items()
+                if entries
+            ),
+            self._buckets,
+        )
+
+    def _by_key(self, entries: Sequence[Sequence[Any]]) -> ByKey:
+        ids = [entry[0] for entry in entries]
+        fields = [entry[1] for entry in entries]
+        packed = list(map(_pack, fields))
+        if self._key_field is None:
+            return {None: list(chain.from_iterable(zip(ids, packed, strict=True)))}
+        return group_by_key([value_of(pairs, self._key_field) for pairs in fields], ids, packed)
+
+
+def group_by_key(keys: Sequence[bytes | None], ids: Sequence[bytes], packed: Sequence[bytes]) -> ByKey:
+    """Group messages of one stream by key. An empty key is none."""
+    groups: dict[bytes | None, Messages] = {}
+    for key, entry_id, fields in zip(keys, ids, packed, strict=True):
+        group = groups.get(key or None)
+        if group is None:
+            groups[key or None] = [entry_id, fields]
+        else:
+            group += (entry_id, fields)
+    return groups
+
+
+def make_blocks(streams: Iterable[tuple[str, ByKey, bytes]], buckets: int) -> pa.RecordBatch:
+    """Return the blocks of several streams: of each its name, its messages by key, and their `first_id`."""
+    rows: list[tuple[int, str, bytes, bytes]] = []
+    for stream, by_key, first_id in streams:
+        blocks = _by_bucket(stream, by_key, buckets) if buckets > 1 else {0: [*chain.from_iterable(by_key.items())]}
+        rows += [(bucket, stream, first_id, _pack(block)) for bucket, block in blocks.items()]
+    columns = zip(*rows, strict=True) if rows else ((),) * len(SCHEMA)
+    arrays = [pa.array(column, field.type) for column, field in zip(columns, SCHEMA, strict=True)]
+    return pa.RecordBatch.from_arrays(arrays, schema=SCHEMA)
+
+
+def _by_bucket(stream: str, by_key: ByKey, buckets: int) -> Mapping[int, list[object]]:
+    seed = crc32(stream.encode())
+    blocks: dict[int, list[object]] = defaultdict(list)
+    for key, messages in by_key.items():
+        if key is not None:
+            blocks[crc32(key, seed) % buckets] += (key, messages)
+        else:  # they are spread by their ids, not gathered in one bucket
+            for entry_id, fields in _pairs(messages):
+                blocks[crc32(entry_id, seed) % buckets] += (None, [entry_id, fields])
+    return blocks
+
+
+def _sortable(entry_id: bytes) -> bytes:
+    ms, seq = EntryId.parse(entry_id)
+    return ms.to_bytes(8, "big") + seq.to_bytes(8, "big")
+
+
+# --- Reading blocks ---
+
+
+def unpack_block(messages: bytes | pa.Buffer) -> Iterator[tuple[bytes | None, Messages]]:
+    """Yield each key of a block with its messages."""
+    return _pairs(_unpack(messages))
+
+
+def read_portions(batches: Iterable[pa.RecordBatch]) -> Iterator[Portion]:
+    """Unpack the blocks of a sorted partition, about 10,000 messages or 16 MB at a time.
+
+    A bucket is divided only if it alone is larger than that: most keys are in one portion, with all their messages.
+    """
+    portion: dict[tuple[str, bytes | None], Messages] = {}
+    count = size = 0
+    last_bucket = None
+    for batch in batches:
+        buckets, streams = (batch.column(name).to_pylist() for name in ("bucket", "stream"))
+        for bucket, stream, packed in zip(buckets, streams, batch.column("messages"), strict=True):
+            fill = max(count / PORTION_MESSAGES, size / PORTION_BYTES)
+            if fill >= 1 or (fill >= 0.5 and bucket != last_bucket):
+                yield portion
+                portion, count, size = {}, 0, 0
+            last_bucket = bucket
+            buffer = packed.as_buffer()
+            size += buffer.size
+            for key, messages in unpack_block(buffer):
+                count += len(messages) // 2
+                found = portion.get((stream, key))
+                if found is None:
+                    portion[stream, key] = messages
+                else:
+                    found += messages
+    if portion:
+        yield portion
+
+
+def _pairs(flat: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    parts = iter(flat)
+    return zip(parts, parts, strict=True)
