@@ -3,13 +3,13 @@
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from itertools import chain
 
 import msgspec
 import pyarrow as pa
 import pytest
 
 from millstream.model import EntryId
+from millstream.redis_client.key_names import REDRIVE_FIELD
 from millstream.spark import key_blocks
 from millstream.spark.key_blocks import SCHEMA, SORT_COLUMNS, BlockMaker, Portion, bucket_count, read_portions
 from millstream.spark.source.options import Columns
@@ -33,7 +33,7 @@ def shuffled(batches: Iterable[pa.RecordBatch]) -> pa.Table:
 def ids_by_key(portions: Iterable[Portion]) -> dict[tuple[str, bytes | None], list[str]]:
     found: dict[tuple[str, bytes | None], list[str]] = defaultdict(list)
     for portion in portions:
-        for place, messages in portion.items():
+        for place, messages in portion.messages.items():
             found[place] += map(bytes.decode, messages[::2])
     return dict(found)
 
@@ -88,8 +88,8 @@ def test_without_a_key_all_messages_are_in_one_bucket_in_the_order_of_their_stre
 def test_of_a_repeated_field_the_last_value_is_the_key_and_all_fields_are_kept() -> None:
     pairs = [b"k", b"first", b"v", b"k", b"k", b"last"]
     (portion,) = read_portions([BlockMaker(b"k", 3)([("in", [[b"1-0", pairs]])])])
-    assert list(portion) == [("in", b"last")]
-    assert msgspec.msgpack.decode(portion["in", b"last"][1]) == pairs
+    assert list(portion.messages) == [("in", b"last")]
+    assert msgspec.msgpack.decode(portion.messages["in", b"last"][1]) == pairs
 
 
 def test_a_portion_ends_between_two_buckets_once_it_is_half_full(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,8 +97,8 @@ def test_a_portion_ends_between_two_buckets_once_it_is_half_full(monkeypatch: py
     entries = [entry(f"{n}-0", b"%d" % (n % 40)) for n in range(1, 1_001)]
     make = BlockMaker(b"k", 20)
     portions = list(read_portions(shuffled(make([("in", part)]) for part in in_batches(entries, 50)).to_batches()))
-    assert len(list(chain.from_iterable(portions))) == 40  # no key is in two
-    assert all(50 <= sum(map(len, portion.values())) / 2 <= 250 for portion in portions[:-1])
+    assert len([key for portion in portions for key in portion.messages]) == 40  # no key is in two
+    assert all(50 <= sum(map(len, portion.messages.values())) / 2 <= 250 for portion in portions[:-1])
 
 
 def test_a_bucket_that_is_larger_than_a_portion_is_divided_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,6 +110,13 @@ def test_a_bucket_that_is_larger_than_a_portion_is_divided_in_order(monkeypatch:
             portions = list(read_portions(table.to_batches()))
         assert len(portions) >= 8
         assert ids_by_key(portions) == {("in", b"hot"): [f"{n}-0" for n in range(1, 301)]}
+
+
+def test_a_portion_with_a_redriven_message_is_known_and_so_are_those_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(key_blocks, "PORTION_MESSAGES", 1)
+    redriven = (b"2-0", [REDRIVE_FIELD, b"app.other", b"k", b"a"])
+    batches = [BlockMaker(b"k", 1)([("in", [one])]) for one in (entry("1-0", b"a"), redriven, entry("3-0", b"a"))]
+    assert [portion.may_be_redriven for portion in read_portions(batches)] == [False, True, False]
 
 
 def test_no_entries_make_no_block_and_no_portion() -> None:

@@ -8,13 +8,14 @@ buckets. In a partition that is sorted by `SORT_COLUMNS`, the messages of a key 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import msgspec
 import pyarrow as pa
 
 from millstream.model import EntryId, value_of
+from millstream.redis_client.key_names import REDRIVE_FIELD
 
 SCHEMA = pa.schema(
     [
@@ -46,8 +47,13 @@ Messages = list[bytes]
 ByKey = Mapping[bytes | None, Messages]
 """Messages of one stream by key; those without a key are under None."""
 
-Portion = Mapping[tuple[str, bytes | None], Messages]
-"""Messages by stream and key."""
+
+class Portion(NamedTuple):
+    """Messages by stream and key. `may_be_redriven`: some of them may be for one handler alone, as what was redriven is."""
+
+    messages: dict[tuple[str, bytes | None], Messages]
+    may_be_redriven: bool = False
+
 
 _pack = msgspec.msgpack.Encoder().encode
 _unpack = msgspec.msgpack.Decoder().decode
@@ -137,7 +143,7 @@ def _sortable(entry_id: bytes) -> bytes:
 # --- Reading blocks ---
 
 
-def unpack_block(messages: bytes | pa.Buffer) -> Iterator[tuple[bytes | None, Messages]]:
+def unpack_block(messages: bytes) -> Iterator[tuple[bytes | None, Messages]]:
     """Yield each key of a block with its messages."""
     return _pairs(_unpack(messages))
 
@@ -147,7 +153,7 @@ def read_portions(batches: Iterable[pa.RecordBatch]) -> Iterator[Portion]:
 
     A bucket is divided only if it alone is larger than that: most keys are in one portion, with all their messages.
     """
-    portion: dict[tuple[str, bytes | None], Messages] = {}
+    portion = Portion({})
     count = size = 0
     last_bucket = None
     for batch in batches:
@@ -156,19 +162,27 @@ def read_portions(batches: Iterable[pa.RecordBatch]) -> Iterator[Portion]:
             fill = max(count / PORTION_MESSAGES, size / PORTION_BYTES)
             if fill >= 1 or (fill >= 0.5 and bucket != last_bucket):
                 yield portion
-                portion, count, size = {}, 0, 0
+                portion, count, size = Portion({}), 0, 0
             last_bucket = bucket
-            buffer = packed.as_buffer()
-            size += buffer.size
-            for key, messages in unpack_block(buffer):
-                count += len(messages) // 2
-                found = portion.get((stream, key))
-                if found is None:
-                    portion[stream, key] = messages
-                else:
-                    found += messages
-    if portion:
+            block = packed.as_py()
+            size += len(block)
+            portion = Portion(portion.messages, portion.may_be_redriven or REDRIVE_FIELD in block)
+            count += _add(portion.messages, stream, block)
+    if count:
         yield portion
+
+
+def _add(into: dict[tuple[str, bytes | None], Messages], stream: str, block: bytes) -> int:
+    """Add the messages of a block; return how many they are."""
+    count = 0
+    for key, messages in unpack_block(block):
+        count += len(messages) // 2
+        found = into.get((stream, key))
+        if found is None:
+            into[stream, key] = messages
+        else:
+            found += messages
+    return count
 
 
 def _pairs(flat: Sequence[Any]) -> Iterator[tuple[Any, Any]]:

@@ -73,6 +73,7 @@ class KeyRun:
     * `offset_field`: the field of its key offset
     * `entries`: not processed yet; `covered`: processed, in `effects`, not committed yet
     * `others`: runs that a batch commits with the `effects` of this one
+    * `may_be_redriven`: some of its messages may be for one handler alone
     * `from_queue`: the messages were deferred before, and run from the key queue
     * `waited_ms`: back-off that its batch has waited out for it so far
     * `defer_reason`: why its remaining entries are to be deferred
@@ -91,12 +92,18 @@ class KeyRun:
     committed_state: bytes = b""
     attempt: int = 1
     others: list["KeyRun"] = field(default_factory=list)
+    may_be_redriven: bool = True
     from_queue: bool = False
     waited_ms: float = 0.0
     defer_reason: DeferReason = field(default_factory=DeferReason)
     cancellation: Cancellation | None = None
     alone_until: EntryId = ZERO_ID
     admitted_until: EntryId = ZERO_ID
+
+    @property
+    def next_may_be_for_one(self) -> bool:
+        """True if its next message may be for one handler alone."""
+        return self.may_be_redriven and self.entries[0].may_be_for_one
 
     def resume(self, key_offset: bytes, state: bytes, committed_id: EntryId | None) -> None:
         """Start, or restart, after the last committed entry."""

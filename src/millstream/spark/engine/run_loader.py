@@ -68,12 +68,13 @@ class RunLoader:
     def split_into_runs(self, portion: Portion) -> list[KeyRun]:
         """Make a run of the messages of each stream and key; each message without a key is a run of its own."""
         runs: list[KeyRun] = []
-        for (stream, key), messages in portion.items():
+        make = partial(KeyRun, may_be_redriven=portion.may_be_redriven)
+        for (stream, key), messages in portion.messages.items():
             entries = map(_new, repeat(Entry), zip(messages[::2], messages[1::2], strict=True))
             if key is not None:
-                runs.append(KeyRun(stream, key, KEY_PREFIX + key, deque(entries)))
+                runs.append(make(stream, key, KEY_PREFIX + key, deque(entries)))
             else:
-                runs += [KeyRun(stream, None, ENTRY_PREFIX + entry.id_text, deque((entry,))) for entry in entries]
+                runs += [make(stream, None, ENTRY_PREFIX + entry.id_text, deque((entry,))) for entry in entries]
             last = EntryId.parse(messages[-2])
             metrics = self._metrics_of(stream, last)
             metrics.messages += len(messages) // 2

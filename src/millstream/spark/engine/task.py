@@ -174,7 +174,7 @@ class PartitionTask:
             self._runs_consecutive
             and run.attempt == 1
             and (run.key is not None or self._handler.key is None)
-            and not (run.cancellation or run.entries[0].may_be_for_one)
+            and not (run.cancellation or run.next_may_be_for_one)
             and not (self._cautious.is_on or self._rate_limit.is_active)
         )
 
@@ -184,7 +184,7 @@ class PartitionTask:
         Nothing waits in between, so the event loop takes no step for each message.
         """
         with self._attempts.consecutive() as attempt:
-            while run.entries and not (run.entries[0].may_be_for_one or self._buffer.is_filled_by(run)):
+            while run.entries and not (run.next_may_be_for_one or self._buffer.is_filled_by(run)):
                 message, _ = self._loader.next_message(run, self._token)
                 outcome = attempt(message, run.state)
                 if not isinstance(outcome, Done):
@@ -269,7 +269,8 @@ class PartitionTask:
         """Add a processed message's outcome to its run's effects."""
         effects = run.effects
         effects.add_message(message.id)
-        run.entries[0].add_copy_to(effects)
+        if run.may_be_redriven:
+            run.entries[0].add_copy_to(effects)
         if self._cautious.is_on or run.from_queue:  # its key may have waited without a failed attempt
             effects.clear_crash_counts(*crash_counts_of(message.id))
         if isinstance(outcome, DeadLettered):
