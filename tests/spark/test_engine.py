@@ -1,15 +1,21 @@
 """The handler engine on real Spark: what a pipeline promises, run after run."""
 
+import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from pyspark.sql import functions as F
 
 from millstream import App, Message, Reject, Retry, State
 from millstream.delivery.commit_store import CommitStore
 from millstream.errors import ConfigError, PipelineFailed
 from millstream.redis_client.key_names import REDRIVE_FIELD, HandlerKeys
 from millstream.redis_client.replies import mapping_of
+from millstream.spark.engine.micro_batch import spread
+from millstream.spark.key_blocks import bucket_count
+from millstream.spark.source.partition_reader import _BATCH_ROWS
 from tests.support.pipelines import Pipelines
 from tests.support.waiting import eventually
 
@@ -62,6 +68,35 @@ def test_messages_run_in_order_per_key_with_state_over_batches_and_restarts(pipe
     batches = [event for event in pipelines.events if event["event"] == "batch"]
     assert max(batch["messages"] for batch in batches) <= 120
     assert sum(batch["committed"] for batch in batches) == 600
+
+
+def test_a_key_stays_in_order_over_the_blocks_of_several_tasks(pipelines: Pipelines) -> None:
+    app = App("app")
+
+    @app.handler("in", key="key")
+    def follow(step: Step, state: State) -> None:
+        state["broken"] = state.get("broken", 0) + (step.n != state.get("last", step.n - 5) + 5)
+        state["last"] = step.n
+
+    count = 3 * _BATCH_ROWS
+    pipelines.add("in", *steps(count, keys=5))
+    pipelines.once(app, max_per_batch=count)
+    assert [event["messages"] for event in pipelines.events_named("batch")] == [count]
+    for key in range(5):
+        assert pipelines.state("app", "follow", "in", f"k{key}") == {"broken": 0, "last": count - 5 + key}
+
+
+@pytest.mark.parametrize("partitions", [1, 2, 7, 30])
+def test_each_partition_gets_its_share_of_the_buckets(pipelines: Pipelines, partitions: int) -> None:
+    buckets = bucket_count(partitions)
+    found = Counter(
+        row["partition"]
+        for row in spread(pipelines.spark.range(buckets).withColumnRenamed("id", "bucket"), partitions)
+        .select(F.spark_partition_id().alias("partition"))
+        .collect()
+    )
+    assert sum(found.values()) == buckets
+    assert (len(found), max(found.values())) == (partitions, math.ceil(buckets / partitions))
 
 
 def test_a_failing_message_keeps_its_place_and_dies_after_its_last_attempt(pipelines: Pipelines) -> None:

@@ -70,6 +70,15 @@ def test_a_long_batch_is_reported_at_ever_longer_intervals(pipelines: Pipelines)
     }
 
 
+def test_operators_see_how_many_messages_the_last_batch_of_a_handler_had(pipelines: Pipelines) -> None:
+    pipelines.add("in", *({"n": n} for n in range(30)))
+    with pipelines.running(app_of(nothing)):
+        batch = eventually(lambda: one if (one := pipelines.reported("handle")).rows else None, "its batch")
+    assert batch is not None
+    assert (batch.batch, batch.rows) == (0, 30)
+    assert batch.rows_per_s == pytest.approx(30_000 / (batch.took_ms or 0))
+
+
 def test_other_users_cannot_read_a_checkpoint_that_a_run_creates(pipelines: Pipelines) -> None:
     pipelines.add("in", {"n": 1})
     pipelines.once(app_of(nothing))

@@ -15,7 +15,6 @@ from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 from examples import sales
 from millstream import App, Rows, State, load_app
-from millstream.delivery.query_progress import QueryProgress, read_progress
 from millstream.errors import ConfigError, PipelineFailed
 from millstream.redis_client.key_names import stage_group
 from millstream.redis_client.replies import mapping_of
@@ -104,11 +103,6 @@ def test_stages_branch_beside_a_handler_and_keep_their_state_through_an_upgrade(
     assert sum(batch["messages"] for batch in batches) == 40 + 20
 
 
-def reported(pipelines: Pipelines, name: str) -> QueryProgress:
-    """The progress of a query of the app as operators see it."""
-    return read_progress(pipelines.client, [("app", name)]).get(("app", name), QueryProgress())
-
-
 def test_a_stage_that_fails_is_restarted_and_stops_with_the_rest(pipelines: Pipelines, tmp_path: Path) -> None:
     mended = tmp_path / "mended"
     made: list[DataFrame] = []
@@ -131,16 +125,16 @@ def test_a_stage_that_fails_is_restarted_and_stops_with_the_rest(pipelines: Pipe
     began_ms = time.time_ns() // 1_000_000
     with pipelines.running(app) as background:
         eventually(lambda: "ValueError: seven" in [event.get("reason") for event in pipelines.events], "it")
-        eventually(lambda: "ValueError: seven" in reported(pipelines, "copy").last_failure, "its failure in Redis")
-        failed = eventually(lambda: one if (one := reported(pipelines, "copy")).failures else None, "their number")
+        eventually(lambda: "ValueError: seven" in pipelines.reported("copy").last_failure, "its failure in Redis")
+        failed = eventually(lambda: one if (one := pipelines.reported("copy")).failures else None, "their number")
         assert failed is not None
         assert began_ms <= (failed.failing_since_ms or 0) <= time.time() * 1000
         mended.touch()
         eventually(lambda: "the table is away" in str(pipelines.events), "its failure to begin anew")
         eventually(lambda: len(pipelines.entries("out")) == 10, "the rest")
         eventually(lambda: background.supervisor.lag() == 0, "no lag")
-        eventually(lambda: (reported(pipelines, "copy").batch or 0) >= 1, "its second micro-batch in Redis")
-        batch = reported(pipelines, "copy")
+        eventually(lambda: (pipelines.reported("copy").batch or 0) >= 1, "its second micro-batch in Redis")
+        batch = pipelines.reported("copy")
         assert batch.took_ms
         assert batch.rows is not None
         assert batch.rows_per_s is not None

@@ -11,6 +11,7 @@ import msgspec
 from pyspark.sql import SparkSession
 
 from millstream.app import App
+from millstream.delivery.query_progress import QueryProgress, read_progress
 from millstream.handlers.dead_letter import DeadLetter
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
@@ -41,6 +42,10 @@ class Pipelines:
     def running(self, app: App, *, fails: bool = False, **settings: Any) -> AbstractContextManager["Background"]:
         """`in_background`, of the app."""
         return in_background(self.supervisor(app, **settings), fails=fails)
+
+    def reported(self, name: str) -> QueryProgress:
+        """The progress of a query of the app `app` as operators see it."""
+        return read_progress(self.client, [("app", name)]).get(("app", name), QueryProgress())
 
     def events_named(self, event: str) -> list[Mapping[str, Any]]:
         """The events of this name so far."""

@@ -56,7 +56,6 @@ class Engine:
         self._deferred_jobs = deferred_jobs
         self._give_up = give_up
         self._on_batch = on_batch
-        self._numbers: dict[int, list[int]] = {}
         self._client = shared_client(job.url)
         self._commit_store = CommitStore(self._client, app=job.handler.app, handler=job.handler.name, token=job.token)
 
@@ -78,7 +77,7 @@ class Engine:
             cores = frame.sparkSession.sparkContext.defaultParallelism
             if callable(job.handler.key):
                 frame = frame.mapInArrow(_GroupByFunction(job.handler, bucket_count(cores)), frame.schema)
-            frame = self._shuffle(frame, cores)
+            frame = spread(frame, cores).sortWithinPartitions(*SORT_COLUMNS)
 
         def run(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             return run_partition(job, batches)
@@ -86,14 +85,6 @@ class Engine:
         rows = [row.asDict() for row in frame.mapInArrow(run, spark_schema(METRICS_SCHEMA)).collect()]
         log_failures(self._failures, rows)
         return rows
-
-    def _shuffle(self, frame: DataFrame, partitions: int) -> DataFrame:
-        """Spread the buckets evenly over so many partitions, and sort each."""
-        if partitions not in self._numbers:
-            self._numbers[partitions] = _numbers_of_partitions(frame.sparkSession, partitions)
-        numbers = F.array(*map(F.lit, self._numbers[partitions]))
-        frame = frame.repartition(partitions, numbers[F.col("bucket") % partitions])
-        return frame.sortWithinPartitions(*SORT_COLUMNS)
 
     def _advance(self, rows: Rows) -> None:
         ends: dict[str, EntryId] = {}
@@ -105,10 +96,22 @@ class Engine:
         )
 
 
+def spread(frame: DataFrame, partitions: int) -> DataFrame:
+    """Move whole buckets to so many partitions, about as many to each."""
+    if partitions not in _numbers:
+        _numbers[partitions] = _numbers_of_partitions(frame.sparkSession, partitions)
+    numbers = F.array(*map(F.lit, _numbers[partitions]))
+    return frame.repartition(partitions, numbers[(F.col("bucket") % partitions).cast("int")])
+
+
+_numbers: dict[int, list[int]] = {}
+"""What `_numbers_of_partitions` has returned."""
+
+
 def _numbers_of_partitions(spark: SparkSession, count: int) -> list[int]:
     """Return a number for each of `count` partitions that Spark's repartition, which hashes its columns, moves there."""
-    hashes = f"transform(sequence(0, {_TRIED_NUMBERS * count}), number -> pmod(hash(number), {count})) as hashes"
-    row = spark.sql(f"select {hashes}").first()
+    hashes = f"transform(sequence(0, {_TRIED_NUMBERS * count}), number -> pmod(hash(number), {count}))"
+    row = spark.sql(f"select {hashes} as hashes").first()
     assert row is not None
     return [row["hashes"].index(partition) for partition in range(count)]
 
