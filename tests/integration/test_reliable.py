@@ -115,6 +115,35 @@ def test_ids_alone_are_acknowledged_beside_effects_but_for_those_that_another_wo
     assert pending(client) == [("2-0", "w2"), ("10-0", "w2")]
 
 
+@pytest.mark.parametrize("has_checkpoint", [False, True])
+def test_ids_alone_that_were_committed_before_the_group_was_set_back_are_refused(
+    client: Client, has_checkpoint: bool
+) -> None:
+    fill(client, 3)
+    stream = worker(client)
+    first = [one.id for one in stream.fetch(count=3)]
+    assert stream.commit(first) == []
+    if has_checkpoint:
+        assert stream.checkpoint() == "noted"
+    client.execute("XGROUP", "SETID", "in", KEYS.group, "0")
+    fill(client, 2, first=4)
+    again = stream.fetch(count=5)
+    assert ids(again) == [1, 2, 3, 4, 5]
+    assert stream.commit([one.id for one in again]) == first
+    assert pending(client) == []
+    assert client.execute("HGET", KEYS.meta, "committed") == b"5"
+
+
+def test_ids_alone_from_before_the_start_of_the_handler_are_refused(client: Client) -> None:
+    fill(client, 3)
+    stream = ReliableStream(client, "in", app="app", handler="handle", consumer="w1", start="latest")
+    stream.join()
+    client.execute("XGROUP", "SETID", "in", KEYS.group, "0")
+    read = [one.id for one in stream.fetch(count=3)]
+    assert stream.commit(read) == read
+    assert pending(client) == []
+
+
 def test_claimed_entries_are_not_idle_and_returned_ones_are_claimed_at_once(client: Client) -> None:
     fill(client, 3)
     mine, other = worker(client), worker(client, "w2")

@@ -265,14 +265,30 @@ local refused, unit = {}, 0
 local committed, written, dead = 0, 0, 0
 
 -- Bare ids take the same steps as units do below, a thousand with each command: one command per id would cost the
--- server far more than the commit itself.
-local function commit_bare(from, to)
-  local held, accepted, offsets, known = {}, {}, {}, {}
-  local most = 2 * (to - from + 1)
-  for _, item in ipairs(redis.call('XPENDING', KEYS[7], group, ARGV[from], ARGV[to], most, consumer)) do
-    held[item[1]] = true
+-- server far more than the commit itself. A portion of ids that are all new and held, as nearly all are, is committed
+-- without a look at each: then there is nothing to return. Else it returns what is pending, and has written nothing.
+local function commit_portion(from, to)
+  local pending = redis.call('XPENDING', KEYS[7], group, ARGV[from], ARGV[to], 2 * (to - from + 1), consumer)
+  -- The ids ascend. No offset is above `max_offset`: the usual entry is, and need not be looked up.
+  if not is_beyond(ARGV[from]) or (max_offset and not less(max_offset, ARGV[from])) then return pending end
+  local offsets, count, at = {}, 0, 0
+  for i = from, to do
+    local id = ARGV[i]
+    repeat at = at + 1 until not pending[at] or pending[at][1] == id
+    if not pending[at] then return pending end
+    offsets[count + 1], offsets[count + 2] = 'i' .. id, id
+    count = count + 2
   end
-  -- No offset is above `max_offset`: the usual entry is, and need not be looked up.
+  try('XACK', KEYS[7], group, unpack(ARGV, from, to))
+  try('HSET', KEYS[2], unpack(offsets))
+  max_offset, committed = ARGV[to], committed + to - from + 1
+end
+
+local function commit_bare(from, to)
+  local pending = commit_portion(from, to)
+  if not pending then return end
+  local held, accepted, offsets, known = {}, {}, {}, {}
+  for _, item in ipairs(pending) do held[item[1]] = true end
   if max_offset and not less(max_offset, ARGV[from]) then
     local names = {}
     for i = from, to do names[i - from + 1] = 'i' .. ARGV[i] end
