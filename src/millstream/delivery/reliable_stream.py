@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
-from typing import ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
@@ -30,7 +30,7 @@ from millstream.redis_client.call import Call
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import WAITING, is_edited, own_pairs, worker_name_key
 from millstream.redis_client.pipelining import call_all
-from millstream.redis_client.resp import Arg, Reply
+from millstream.redis_client.resp import Reply
 from millstream.redis_client.scripts import Script
 
 logger = logging.getLogger(__name__)
@@ -316,32 +316,31 @@ class ReliableStream:
 
         Its result: how many were fetched, and those of them that are to be processed (`to_deliveries`).
         """
-        return Call(READ_ENTRIES.command((self.stream,), self._fetch_args(count, max_bytes)), self._parse_fetch)
+        args = (self.group, self.consumer, count, max_bytes)
+        return Call(READ_ENTRIES.command((self.stream,), args), self._parse_fetch)
 
     def fetch_within(self, *, count: int, max_bytes: int) -> list[Delivery]:
         """Make the call of `fetch_call`. Raises GroupMissing as `fetch` does."""
-        reply = self._client.script(READ_ENTRIES, (self.stream,), self._fetch_args(count, max_bytes))
-        return self._parse_fetch(reply)[1]
+        return self._client.run(self.fetch_call(count=count, max_bytes=max_bytes))[1]
 
     def _parse_fetch(self, reply: Reply) -> tuple[int, list[Delivery]]:
-        return len(reply), self.to_deliveries([Batch(self.stream, reply)])
-
-    def _fetch_args(self, count: int, max_bytes: int) -> Sequence[Arg]:
-        return (self.group, self.consumer, count, max_bytes)
+        parts = iter(reply)
+        return len(reply) // 2, self._new_deliveries(zip(parts, parts, strict=True))
 
     def to_deliveries(self, batches: Iterable[Batch]) -> list[Delivery]:
         """Return the fetched entries, without (but acknowledging) those that Spark committed beyond its
         committed id.
         """
-        entries = [entry for batch in batches for entry in batch.raw]
-        done = (
-            [entry_id for entry_id, _ in entries if entry_id in self._committed_by_spark]
-            if self._committed_by_spark
-            else ()
-        )
-        if done:
-            self._group.ack(done)
-        return [Delivery(self, entry_id, pairs) for entry_id, pairs in entries if entry_id not in done]
+        return self._new_deliveries([entry for batch in batches for entry in batch.raw])
+
+    def _new_deliveries(self, entries: Iterable[Sequence[Any]]) -> list[Delivery]:
+        if self._committed_by_spark:
+            entries = list(entries)
+            done = [entry_id for entry_id, _ in entries if entry_id in self._committed_by_spark]
+            if done:
+                self._group.ack(done)
+            entries = [entry for entry in entries if entry[0] not in self._committed_by_spark]
+        return [Delivery(self, entry_id, pairs) for entry_id, pairs in entries]
 
     def claim_idle(
         self, *, excluding: Container[bytes] = (), idle_ms: int = 0, own: bool = False, count: int = 100

@@ -3,7 +3,7 @@
 --
 -- KEYS  1 stream
 -- ARGV  1 group   2 consumer   3 most entries   4 most bytes
--- REPLY the entries
+-- REPLY the id of each entry, and after it its names and values as a list
 -- ERROR NOGROUP when the group does not exist
 --
 -- INVARIANT  Delivered entries are pending with the consumer, so it reads a few at a time, until the room is used up:
@@ -13,20 +13,23 @@
 
 local AT_ONCE = 8
 
-local delivered, left, bytes, step = {}, tonumber(ARGV[3]), 0, 1
+-- A list for each entry, as Redis has it, would cost a tenth of the script's time.
+local delivered, count, left, bytes, step = {}, 0, tonumber(ARGV[3]), 0, 1
 local max_bytes = tonumber(ARGV[4])
-while left > 0 and (#delivered == 0 or bytes < max_bytes) do
+while left > 0 and (count == 0 or bytes < max_bytes) do
   local asked = math.min(left, step)
   local found = redis.pcall('XREADGROUP', 'GROUP', ARGV[1], ARGV[2], 'COUNT', asked, 'STREAMS', KEYS[1], '>')
   if found and found.err then return found end
   if not found then break end
   local entries = found[1][2]
-  for _, entry in ipairs(entries) do
-    delivered[#delivered + 1] = entry
+  for i = 1, #entries do
+    local entry = entries[i]
+    count = count + 1
+    delivered[2 * count - 1], delivered[2 * count] = entry[1], entry[2]
     bytes = bytes + size_of(entry)
   end
   if #entries < asked then break end
   left = left - #entries
-  step = math.max(1, math.min(AT_ONCE, 2 * step, math.floor((max_bytes - bytes) * #delivered / bytes)))
+  step = math.max(1, math.min(AT_ONCE, 2 * step, math.floor((max_bytes - bytes) * count / bytes)))
 end
 return delivered
