@@ -241,6 +241,8 @@ def split_bare(units: Sequence[U]) -> tuple[list[U], list[U]]:
     for unit in () if all_are_ids else units:
         (bare if isinstance(unit, bytes) or unit.is_bare else full).append(unit)
     keys = _sort_keys(last_ids_of(bare))
+    if sorted(keys) == keys:  # almost always: one thread has run the messages in the order of the stream
+        return bare, full
     return [bare[at] for at in sorted(range(len(bare)), key=keys.__getitem__)], full
 
 
@@ -254,12 +256,18 @@ def last_ids_of(units: Sequence[Unit]) -> list[bytes]:
     return [one if isinstance(one, bytes) else one.last_id.encode() for one in units]
 
 
-def _sort_keys(ids: Sequence[bytes]) -> Sequence[bytes] | Sequence[tuple[int, ...]]:
+def _sort_keys(ids: list[bytes]) -> list[bytes] | list[tuple[int, ...]]:
     """Return what sorts these ids in stream order: as bytes where that is possible, which are compared much faster."""
+    lengths = set(map(len, ids))
+    if len(lengths) <= 1 and _have_one_dash(ids):
+        return ids
     dashes = {one.find(b"-") for one in ids}
     if len(dashes) > 1:
         return [tuple(map(int, one.split(b"-"))) for one in ids]
-    if len(set(map(len, ids))) <= 1:
-        return ids
     at = dashes.pop() + 1
     return [one[:at] + one[at:].rjust(_SEQUENCE_DIGITS, b"0") for one in ids]
+
+
+def _have_one_dash(ids: Sequence[bytes]) -> bool:
+    """Return whether the dash of each of these ids, all of one length, has the same place."""
+    return not ids or b"".join(ids)[ids[0].find(b"-") :: len(ids[0])] == b"-" * len(ids)

@@ -106,6 +106,9 @@ TimeLimiter = Callable[[Callable[[], RunResult], float], RunResult]
 function, as soon as the function executes Python code."""
 
 _NO_STATE = State()
+_NO_RESULTS: RunResult = (), (), None
+_KEYLESS: Origin = "", "", None, None
+"""In place of the origin of a message without a key, which has no timers."""
 
 
 def is_limited(outcome: Outcome) -> bool:
@@ -129,11 +132,18 @@ async def attempt(handler: Handler, message: Message, blob: bytes) -> Outcome:
 
 def attempt_plain(handler: Handler, message: Message, blob: bytes, guard: TimeLimiter | None = None) -> Outcome:
     """Run a plain `handler` once, under `guard` if given, and return the outcome. Never raises."""
-    prepared = _prepare(handler, message, blob)
-    if not isinstance(prepared, tuple):
-        return prepared
-    state, arguments = prepared
-    return _outcome_of(handler, message, state, _run_plain(handler, message, arguments, guard))
+    state, name = _NO_STATE, handler.takes_published
+    if name is not None:
+        arguments: dict[str, Any] = {name: message}
+    else:
+        prepared = _prepare(handler, message, blob)
+        if not isinstance(prepared, tuple):
+            return prepared
+        state, arguments = prepared
+    ended = _call(handler, message, arguments) if guard is None else _run_plain(handler, message, arguments, guard)
+    if ended is _NO_RESULTS and not handler.wants_state:
+        return NO_EFFECTS
+    return _outcome_of(handler, message, state, ended)
 
 
 def timed_out(handler: Handler, message: Message, *, where: TracebackType | None = None, alone: bool = True) -> Outcome:
@@ -302,10 +312,11 @@ def _run_plain(handler: Handler, message: Message, arguments: dict[str, Any], gu
 
 
 def _call(handler: Handler, message: Message, arguments: dict[str, Any]) -> RunResult:
-    origin = origin_of(handler, message)
+    origin = _KEYLESS if message.key is None else origin_of(handler, message)
     # Errors are returned, not raised: a StopIteration, for one, cannot pass through a coroutine.
     try:
-        return encode_results(handler, origin, handler.function(**arguments))
+        result = handler.function(**arguments)
+        return _NO_RESULTS if result is None else encode_results(handler, origin, result)
     except BaseException as error:  # noqa: BLE001 - a handler may raise anything, SystemExit too; it becomes an outcome
         return (), (), error
 
@@ -317,7 +328,7 @@ def encode_results(handler: Handler, origin: Origin, result: object) -> RunResul
     handler may change its message. Raises OutputError.
     """
     if result is None:
-        return (), (), None
+        return _NO_RESULTS
     # Most results are a dict, and a check for an abstract class costs as much as packing a small one.
     is_one = type(result) is dict or not isinstance(result, (list, tuple, Iterator))
     results: Any = (result,) if is_one else result

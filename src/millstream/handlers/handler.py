@@ -130,6 +130,11 @@ class Handler:
     def _message_only(self) -> str | None:
         return self.arguments[0][0] if [source for _, source in self.arguments] == ["message"] else None
 
+    @functools.cached_property
+    def takes_published(self) -> str | None:
+        """The name of its only argument, if that is the message as it was published; `bind` has nothing to do then."""
+        return None if self.message_upcasts else self._message_only
+
     @property
     def key_field(self) -> str | None:
         """The field that it is keyed by; None without a key or with a key function."""

@@ -72,9 +72,9 @@ class HandlerSteps:
 
     def decode(self, delivery: Delivery) -> Message | None:
         """Make a message of an entry; None if it is for another handler of the stream alone."""
-        pairs: Sequence[bytes] | None = delivery.pairs
-        if delivery.pairs[0] == REDRIVE_FIELD:
-            pairs = self._own_pairs(delivery.pairs)
+        if delivery.pairs[0] != REDRIVE_FIELD:
+            return _message(delivery, delivery.pairs)
+        pairs = self._own_pairs(delivery.pairs)
         return None if pairs is None else _message(delivery, pairs)
 
     def _own_pairs(self, pairs: Sequence[bytes]) -> Sequence[bytes] | None:
@@ -204,9 +204,10 @@ class HandlerSteps:
 
 def _message(delivery: Delivery, pairs: Sequence[bytes]) -> Message:
     stream, lease = delivery.stream, delivery.lease
-    key, fence = (None, stream.token) if lease is None else (lease.key, lease.fence)
     # The handler may change its message; the next attempt and a dead letter use the pairs as they are in the stream.
-    return Message(stream.stream, delivery.id.decode(), pairs[:], key, delivery.attempt, fence)
+    if lease is None:
+        return Message(stream.stream, delivery.id.decode(), pairs[:], None, delivery.attempt, stream.token)
+    return Message(stream.stream, delivery.id.decode(), pairs[:], lease.key, delivery.attempt, lease.fence)
 
 
 def _traced(span: TracedRun, outcome: Outcome) -> Outcome:

@@ -265,7 +265,10 @@ class InFlight:
 
         Not urgent while the runners still have work: its commit can wait for a larger batch.
         """
-        following = None if delivery.lease is None else self._next_of_key(delivery.lease, delivery, outcome)
+        if delivery.lease is None:
+            self.completions.put(((delivery,), outcome), urgent=self.buffer.empty())
+            return None
+        following = self._next_of_key(delivery.lease, delivery, outcome)
         self.completions.put(((delivery,), outcome), urgent=following is None and self.buffer.empty())
         return following
 

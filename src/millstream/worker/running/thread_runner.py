@@ -140,6 +140,8 @@ class ThreadRunner(_Start):
         first = delivery = self._next_delivery()
         if first is None:
             return False
+        if first.lease is None and self._permits is None:
+            return self._run_waiting(first)
         try:
             while delivery is not None:
                 while (starts := self._start(delivery)) is None:
@@ -155,6 +157,30 @@ class ThreadRunner(_Start):
             if self._permits is not None:
                 self._permits.end(first)  # returned with the next question of any thread, or as soon as one is idle
         return True
+
+    def _run_waiting(self, delivery: Delivery | None) -> bool:
+        """Run a message without a key, and then those that wait in the buffer, until none does. False at the end.
+
+        The end of a run is the start of the next one: that saves a look at the clock.
+        """
+        in_flight, now_ms = self._in_flight, self._clock.monotonic_ms()
+        while delivery is not None:
+            if (starts := in_flight.start(delivery, now_ms)) is None:
+                in_flight.gate.wait()
+                now_ms = self._clock.monotonic_ms()
+                continue
+            if starts:
+                self._loop_metrics.on_run_started()
+                outcome = self._run_message(delivery)
+                now_ms += delivery.attempt_ms
+                self._took_ms += delivery.attempt_ms
+                self._finished += 1
+                in_flight.complete(delivery, outcome)
+            try:
+                delivery = in_flight.buffer.get_nowait()
+            except Empty:
+                return True
+        return False
 
     def _next_delivery(self) -> Delivery | None:
         try:
