@@ -22,7 +22,7 @@ from millstream.redis_client.key_names import HandlerKeys
 from millstream.spark.engine.deferred_jobs import DeferredJobs
 from millstream.spark.engine.entry_points import task_of
 from millstream.spark.engine.task import Job, PartitionTask
-from millstream.spark.key_blocks import BlockMaker
+from millstream.spark.source.block_maker import BlockMaker
 from tests.support.clocks import ManualClock
 from tests.support.command_stats import commands_run
 from tests.support.task_fixtures import QUEUE_SCHEMA

@@ -11,7 +11,8 @@ import pytest
 from millstream.model import EntryId
 from millstream.redis_client.key_names import REDRIVE_FIELD
 from millstream.spark import key_blocks
-from millstream.spark.key_blocks import SCHEMA, SORT_COLUMNS, BlockMaker, Portion, bucket_count, read_portions
+from millstream.spark.key_blocks import SCHEMA, SORT_COLUMNS, Portion, bucket_count, read_portions
+from millstream.spark.source.block_maker import BlockMaker
 from millstream.spark.source.options import Columns
 from millstream.spark.source.schema import default_schema
 from millstream.spark.versions import arrow_schema

@@ -398,15 +398,15 @@ class Client:
                     parts += (_SKIP, pack_command(silent[index]))
                 parts.append(pack_command(command))
             connection.send_packed_command([b"".join(parts)])  # one item: each would be a separate write
-            return [self._read(connection, meter) for _ in commands]
+            if meter is not None:
+                return meter.read_all(connection._sock, connection._parser._reader, NOT_ENOUGH_DATA, len(commands))
+            return [self._read(connection) for _ in commands]
 
         return self._translating_errors(exchange, commands[0])
 
     @staticmethod
-    def _read(connection: Any, meter: ReplySize | None) -> Reply:
+    def _read(connection: Any) -> Reply:
         try:
-            if meter is not None:
-                return meter.read(connection._sock, connection._parser._reader, NOT_ENOUGH_DATA)
             return connection.read_response(disable_decoding=True)
         except redis.exceptions.ConnectionError as error:
             # redis-py's ConnectionError includes LOADING and the like, which are replies and not broken connections.

@@ -88,20 +88,27 @@ class ReplySize:
         """Whether the replies were larger than allowed."""
         return self.total_bytes > self._most
 
-    def read(self, opened: socket, reader: hiredis.Reader, nothing: object) -> Any:
-        """The next reply; `nothing` is what `reader` returns while the reply is incomplete.
+    def read_all(self, opened: socket, reader: hiredis.Reader, nothing: object, count: int) -> list[Any]:
+        """The next `count` replies; `nothing` is what `reader` returns while a reply is incomplete.
 
         Raises OSError: then the connection is unusable.
         """
+        return [self._read(opened, reader, nothing) for _ in range(count)]
+
+    def _read(self, opened: socket, reader: hiredis.Reader, nothing: object) -> Any:
         while (reply := reader.gets(False)) is nothing:
             data = opened.recv(CHUNK_BYTES)
-            if not data:
-                raise ConnectionResetError("the server closed the connection")
-            self.total_bytes += len(data)
-            if self.exceeded:
-                raise ConnectionAbortedError(f"the replies are larger than {self._most:,} bytes")
+            self.add(len(data))
             reader.feed(data)
         return reply
+
+    def add(self, received: int) -> None:
+        """Count the bytes of one read from the socket. Raises OSError if they are none, or too many in all."""
+        if not received:
+            raise ConnectionResetError("the server closed the connection")
+        self.total_bytes += received
+        if self.exceeded:
+            raise ConnectionAbortedError(f"the replies are larger than {self._most:,} bytes")
 
 
 class Redirection(Unavailable):

@@ -14,7 +14,7 @@ from zlib import crc32
 import msgspec
 import pyarrow as pa
 
-from millstream.model import EntryId, value_of
+from millstream.model import EntryId
 from millstream.redis_client.key_names import REDRIVE_FIELD
 
 SCHEMA = pa.schema(
@@ -67,39 +67,6 @@ def bucket_count(cores: int) -> int:
 # --- Making blocks ---
 
 
-class BlockMaker:
-    """Makes the blocks of raw stream entries, of which `key_field` is the key; None: none has a key.
-
-    Of a repeated field the last value counts, as on workers. With one bucket, the blocks are in the order of the entries.
-    """
-
-    def __init__(self, key_field: bytes | None, buckets: int) -> None:
-        self._key_field = key_field
-        self._buckets = buckets
-
-    def __call__(self, runs: Iterable[tuple[str, Sequence[Sequence[Any]]]]) -> pa.RecordBatch:
-        """Return the blocks of consecutive entries of streams, [id, [name, value, name, value, ...]] each, as parsed."""
-        streams: dict[str, list[Sequence[Any]]] = {}
-        for stream, entries in runs:
-            streams.setdefault(stream, []).extend(entries)
-        return make_blocks(
-            (
-                (stream, self._by_key(entries), _sortable(entries[0][0]))
-                for stream, entries in streams.items()
-                if entries
-            ),
-            self._buckets,
-        )
-
-    def _by_key(self, entries: Sequence[Sequence[Any]]) -> ByKey:
-        ids = [entry[0] for entry in entries]
-        fields = [entry[1] for entry in entries]
-        packed = list(map(_pack, fields))
-        if self._key_field is None:
-            return {None: list(chain.from_iterable(zip(ids, packed, strict=True)))}
-        return group_by_key([value_of(pairs, self._key_field) for pairs in fields], ids, packed)
-
-
 def group_by_key(keys: Sequence[bytes | None], ids: Sequence[bytes], packed: Sequence[bytes]) -> ByKey:
     """Group messages of one stream by key. An empty key is none."""
     groups: dict[bytes | None, Messages] = {}
@@ -135,7 +102,8 @@ def _by_bucket(stream: str, by_key: ByKey, buckets: int) -> Mapping[int, list[ob
     return blocks
 
 
-def _sortable(entry_id: bytes) -> bytes:
+def sortable(entry_id: bytes) -> bytes:
+    """Return an id in 16 bytes that compare as ids do."""
     ms, seq = EntryId.parse(entry_id)
     return ms.to_bytes(8, "big") + seq.to_bytes(8, "big")
 

@@ -4,13 +4,15 @@ import logging
 from collections.abc import Sequence
 from functools import cache
 
+from millstream.spark.source.entry_block import EntryBlock
+
 logger = logging.getLogger(__name__)
 
 _MIN_ENTRIES = 300
 _SAMPLED = 32
 
 
-def warn_of_other_case(fields: Sequence[Sequence[bytes]], absent: Sequence[str]) -> None:
+def warn_of_other_case(fields: EntryBlock | Sequence[Sequence[bytes]], absent: Sequence[str]) -> None:
     """Warn, once in this process, of each column in `absent` that differs only in case from a field name in `fields`.
 
     `fields`: of each entry; none of them has a field in `absent`. Fewer than 300 entries prove nothing and are ignored.

@@ -13,9 +13,10 @@ from millstream.model import EntryId
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.resp import Command, Reply
 from millstream.spark.source.data_loss import report_loss
+from millstream.spark.source.entry_block import Entry
 from millstream.spark.source.partition_reader import Fetched, PartitionReader
 from millstream.spark.source.replica_reads import Replicas
-from millstream.spark.source.row_decoder import Entry, StreamEntries
+from millstream.spark.source.row_decoder import StreamEntries
 from millstream.spark.source.stream_info import fetch_calls
 
 _SPARSE = 4
@@ -81,7 +82,9 @@ class GroupPartitionReader(PartitionReader):
         fail_on_data_loss: bool,
         replicas: Replicas | None = None,
     ) -> None:
-        super().__init__(client, (), limit_ms=limit_ms, fail_on_data_loss=fail_on_data_loss, replicas=replicas)
+        super().__init__(
+            client, (), limit_ms=limit_ms, fail_on_data_loss=fail_on_data_loss, replicas=replicas, as_blocks=False
+        )
         self._portions = portions
         self._unread_portions: deque[_UnreadPortion] | None = None
 

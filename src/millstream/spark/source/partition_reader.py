@@ -15,9 +15,11 @@ from millstream.errors import Unavailable
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.resp import Command, Reply, ReplySize
 from millstream.spark.source.data_loss import report_loss
+from millstream.spark.source.entry_block import last_id
 from millstream.spark.source.gc_pause import gc_paused
 from millstream.spark.source.offset_ranges import OffsetRange
 from millstream.spark.source.replica_reads import ReplicaReads, Replicas
+from millstream.spark.source.reply_blocks import ReceiveBuffer, ReplyBlocks
 from millstream.spark.source.row_decoder import StreamEntries
 from millstream.spark.source.stream_info import StreamInfo, fetch, fetch_calls
 
@@ -30,6 +32,9 @@ _TRIP_BYTES, _MAX_TRIP_BYTES = 4 << 20, 16 << 20
 _BATCH_ROWS = 10_000
 _BATCH_BYTES = 16 << 20
 _GUESS_MARGIN = 200
+_MIN_BLOCK_ENTRIES, _MIN_REPLY_ENTRIES, _MAX_BLOCK_ENTRY_BYTES = 500, 40, 2_000
+"""A round trip with fewer entries, of which a reply has fewer, or with larger ones, is parsed by hiredis, which is as
+fast there."""
 
 
 @dataclass(slots=True)
@@ -68,7 +73,7 @@ class PartitionReader:
 
     `limit_ms` bounds the wait for an unavailable Redis; None waits for ever. Raises DataLoss for entries that were lost
     after planning, or logs their number unless `fail_on_data_loss`. Reads entries from `replicas`, if given, and
-    everything else from primaries.
+    everything else from primaries. `as_blocks`: whether `make` profits from entries that are `RawEntries`.
     """
 
     def __init__(
@@ -79,6 +84,7 @@ class PartitionReader:
         limit_ms: float | None,
         fail_on_data_loss: bool,
         replicas: Replicas | None = None,
+        as_blocks: bool = True,
     ) -> None:
         self._client = client
         self._fetch_entries = partial(fetch_calls, client) if replicas is None else ReplicaReads(replicas).fetch
@@ -87,6 +93,8 @@ class PartitionReader:
         self._unread_ranges = deque(_UnreadRange.of(one) for one in ranges)
         self._trip_entries = 1  # the size of entries is not known yet
         self._entry_bytes = 1
+        self._reads_blocks = as_blocks and replicas is None
+        self._buffer = ReceiveBuffer()
 
     def batches(self, make: Callable[[list[StreamEntries]], T]) -> Iterator[T]:
         """Yield a record batch, built by `make`, for about every 10,000 rows or 16 MB."""
@@ -147,18 +155,29 @@ class PartitionReader:
 
         def attempt() -> tuple[list[T], list[Reply], int]:
             while True:
-                meter = ReplySize(_MAX_TRIP_BYTES if self._trip_entries > 1 else float("inf"))
                 chosen = choose()
+                commands = [command for one in chosen for command in commands_of(one)]
+                meter = self._meter(len(commands))
                 try:
-                    replies = self._fetch_entries([command for one in chosen for command in commands_of(one)], meter)
+                    replies = self._fetch_entries(commands, meter)
                 except Unavailable:
                     self._trip_entries = max(1, self._trip_entries // _GROWTH_FACTOR)
                     if not meter.exceeded:
                         raise
                 else:
+                    if isinstance(meter, ReplyBlocks) and meter.has_misfit:
+                        self._reads_blocks = False
                     return chosen, replies, meter.total_bytes
 
         return self._with_retry(attempt)
+
+    def _meter(self, commands: int) -> ReplySize:
+        """Return what reads the replies to so many commands, up to the maximum size of a round trip."""
+        most = _MAX_TRIP_BYTES if self._trip_entries > 1 else float("inf")
+        are_many = self._trip_entries >= max(_MIN_BLOCK_ENTRIES, _MIN_REPLY_ENTRIES * commands)
+        if self._reads_blocks and are_many and self._entry_bytes <= _MAX_BLOCK_ENTRY_BYTES:
+            return ReplyBlocks(most, self._buffer)
+        return ReplySize(most)
 
     def _with_retry(self, ask_for: Callable[[], T]) -> T:
         return self._client.retry_while_unavailable(ask_for, what="reading streams", limit_ms=self._limit_ms)
@@ -167,8 +186,8 @@ class PartitionReader:
         entries = raise_if_error(reply)
         if entries:
             reader.read_count += len(entries)
-            reader.start = b"(" + entries[-1][0]
-        if len(entries) == count and entries[-1][0] != reader.end:
+            reader.start = b"(" + last_id(entries)
+        if len(entries) == count and last_id(entries) != reader.end:
             self._unread_ranges.appendleft(reader)
         else:
             self._check_complete(reader)

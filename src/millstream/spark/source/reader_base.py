@@ -94,12 +94,16 @@ class ReaderBase:
 
     def _read(self, partition: InputPartition, *, limit_ms: float | None) -> "Iterator[pa.RecordBatch]":
         from millstream.spark.source.partition_reader import PartitionReader
-        from millstream.spark.source.row_layout import batch_maker
+        from millstream.spark.source.row_layout import batch_maker, takes_blocks
 
         ranges = from_tuple(planned(partition))
-        fail_on_data_loss = self._options.fail_on_data_loss
         reader = PartitionReader(
-            self._client, ranges, limit_ms=limit_ms, fail_on_data_loss=fail_on_data_loss, replicas=self._replicas
+            self._client,
+            ranges,
+            limit_ms=limit_ms,
+            fail_on_data_loss=self._options.fail_on_data_loss,
+            replicas=self._replicas,
+            as_blocks=takes_blocks(self._options.columns),
         )
         return clean_traceback(reader.batches(batch_maker(self._options.columns, self._schema)))
 

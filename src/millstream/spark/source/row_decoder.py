@@ -4,10 +4,9 @@ Every batch has exactly the schema that Spark expects: Spark checks the first on
 query without an explanation.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import chain, islice
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial, reduce
+from itertools import chain, groupby, islice
 
 import msgspec
 import numpy as np
@@ -16,16 +15,14 @@ import pyarrow.compute as pc
 
 from millstream.errors import ConfigError, DecodeError
 from millstream.spark.limits import MAX_LONG, MAX_TIMESTAMP_MS
+from millstream.spark.source.entry_block import Entry, EntryBlock, RawEntries
 from millstream.spark.source.field_name_case import warn_of_other_case
-
-Entry = Sequence[Any]
-"""As hiredis parses it: [id, [name, value, name, value, ...]]."""
 
 StreamEntries = tuple[str, Sequence[Entry]]
 """Consecutive entries of one stream."""
 
-Ids = list[bytes]
-Fields = list[list[bytes]]
+Fields = EntryBlock | list[list[bytes]]
+"""The names and values of entries."""
 
 TIMESTAMP = pa.timestamp("us", tz="UTC")
 
@@ -54,30 +51,66 @@ class BatchMaker:
 
     def __call__(self, runs: Sequence[StreamEntries]) -> pa.RecordBatch:
         """Return one batch with the entries of `runs`, in their order. Raises DecodeError, which names the entry."""
-        entries = list(chain.from_iterable(run for _, run in runs))
-        fields: Fields = [entry[1] for entry in entries]
-        try:
-            columns = self._meta_columns([entry[0] for entry in entries], runs) | self._make_columns(fields)
-        except _InvalidValue as misfit:
-            owners = (stream for stream, run in runs for _ in run)
-            stream = next(islice(owners, misfit.row, None))
-            entry_id = entries[misfit.row][0].decode()
-            raise DecodeError(f"the entry {entry_id} of the stream {stream!r}: {misfit}") from None
+        made: list[dict[str, pa.Array]] = []
+        row = 0
+        for ids, fields in portions(runs):
+            try:
+                made.append(self._id_columns(ids) | self._make_columns(fields))
+            except _InvalidValue as misfit:
+                owners = (stream for stream, run in runs for _ in run)
+                stream = next(islice(owners, row + misfit.row, None))
+                entry_id = ids[misfit.row].as_py().decode()
+                raise DecodeError(f"the entry {entry_id} of the stream {stream!r}: {misfit}") from None
+            row += len(ids)
+        columns = {name: pa.concat_arrays([one[name] for one in made]) for name in made[0]}
+        if "stream" in self._meta:
+            columns[self._meta["stream"]] = _streams(runs)
         return pa.RecordBatch.from_arrays([columns[name] for name in self._schema.names], schema=self._schema)
 
-    def _meta_columns(self, ids: Ids, runs: Sequence[StreamEntries]) -> dict[str, pa.Array]:
+    def _id_columns(self, ids: pa.Array) -> dict[str, pa.Array]:
         meta = self._meta
         columns: dict[str, pa.Array] = {}
-        if "stream" in meta:
-            columns[meta["stream"]] = _streams(runs)
         if "id" in meta:
-            columns[meta["id"]] = pa.array(ids, pa.binary()).cast(pa.string())
+            columns[meta["id"]] = ids.cast(pa.string())
         if meta.keys() & {"id_ms", "id_seq", "timestamp"}:
             ms, seq = split_ids(ids)
             columns |= {meta[name]: numbers for name, numbers in (("id_ms", ms), ("id_seq", seq)) if name in meta}
             if "timestamp" in meta:
                 columns[meta["timestamp"]] = _timestamps(ms)
         return columns
+
+
+def portions(runs: Sequence[StreamEntries]) -> Iterator[tuple[pa.Array, Fields]]:
+    """The ids of all entries, as binary, and their fields: for each block, and for entries that are in no block."""
+    for key, some in groupby(_parts(runs), key=lambda part: id(part.data) if isinstance(part, EntryBlock) else None):
+        if key is None:
+            entries = list(chain.from_iterable(some))
+            yield pa.array([entry[0] for entry in entries], pa.binary()), [entry[1] for entry in entries]
+        else:
+            block = reduce(EntryBlock.followed_by, some)
+            yield block.ids, block
+
+
+def _parts(runs: Sequence[StreamEntries]) -> Iterator[EntryBlock | Sequence[Entry]]:
+    """All entries in order, those of replies that follow each other in a block as one part."""
+    last: tuple[EntryBlock, int, int] | None = None
+    for _, run in runs:
+        if not isinstance(run, RawEntries):
+            if last is not None:
+                yield last[0].part(*last[1:])
+                last = None
+            yield run
+            continue
+        for part in run.parts:
+            if last is None:
+                last = part
+            elif last[0] is part[0] and last[2] == part[1]:
+                last = (last[0], last[1], part[2])
+            else:
+                yield last[0].part(*last[1:])
+                last = part
+    if last is not None:
+        yield last[0].part(*last[1:])
 
 
 def _streams(runs: Sequence[StreamEntries]) -> pa.Array:
@@ -87,11 +120,12 @@ def _streams(runs: Sequence[StreamEntries]) -> pa.Array:
     return names.take(pa.array(np.repeat(np.arange(len(runs)), [len(run) for _, run in runs])))
 
 
-def split_ids(ids: Ids) -> tuple[pa.Array, pa.Array]:
+def split_ids(ids: pa.Array | list[bytes]) -> tuple[pa.Array, pa.Array]:
     """Return the two numbers of each id as int64. Raises ConfigError if one does not fit."""
     parts = pc.split_pattern(pa.array(ids, pa.binary()).cast(pa.string()), "-").flatten().cast(pa.uint64())
     if len(ids) and pc.max(parts).as_py() > MAX_LONG:
-        too_great = next(entry_id for entry_id in ids if max(map(int, entry_id.split(b"-"))) > MAX_LONG)
+        texts = (one.as_py() for one in pa.array(ids, pa.binary()))
+        too_great = next(entry_id for entry_id in texts if max(map(int, entry_id.split(b"-"))) > MAX_LONG)
         raise ConfigError(
             f"the entry id {too_great.decode()} has a number beyond {MAX_LONG}, the greatest of Spark's type "
             "long: exclude its stream, or begin after it"
@@ -113,17 +147,19 @@ def _timestamps(ms: pa.Array) -> pa.Array:
 def pair_columns(fields: Fields, *, schema: pa.Schema) -> dict[str, pa.Array]:
     """All fields as an array of (name, value), byte-exact, repeated names included."""
     wanted = schema.field("fields").type
-    lists = pa.array(fields, pa.list_(pa.binary()))
-    flat = lists.values
-    names, values = (flat.take(pa.array(np.arange(first, len(flat), 2, dtype=np.int32))) for first in (0, 1))
-    pairs = pa.StructArray.from_arrays([names, values], fields=list(wanted.value_type))
-    offsets = pa.array(lists.offsets.to_numpy() // 2)
-    return {"fields": pa.ListArray.from_arrays(offsets, pairs, type=wanted)}
+    if isinstance(fields, EntryBlock):
+        bounds, columns = fields.bounds, [fields.names(), fields.values()]
+    else:
+        lists = pa.array(fields, pa.list_(pa.binary()))
+        flat, bounds = lists.values, lists.offsets.to_numpy()
+        columns = [flat.take(pa.array(np.arange(first, len(flat), 2, dtype=np.int32))) for first in (0, 1)]
+    pairs = pa.StructArray.from_arrays(columns, fields=list(wanted.value_type))
+    return {"fields": pa.ListArray.from_arrays(pa.array(bounds // 2), pairs, type=wanted)}
 
 
 def map_columns(fields: Fields, *, schema: pa.Schema) -> dict[str, pa.Array]:
     """All fields as a map; of a repeated name the last value counts, invalid UTF-8 in names is replaced."""
-    maps = [dict(zip(some[0::2], some[1::2], strict=True)) for some in fields]
+    maps = [dict(zip(some[0::2], some[1::2], strict=True)) for some in _lists(fields)]
     sizes = np.cumsum([0, *map(len, maps)]).astype(np.int32)
     names = pa.array([name.decode("utf-8", "replace") for one in maps for name in one], pa.string())
     values = pa.array([value for one in maps for value in one.values()], pa.binary())
@@ -133,7 +169,7 @@ def map_columns(fields: Fields, *, schema: pa.Schema) -> dict[str, pa.Array]:
 def json_columns(fields: Fields) -> dict[str, pa.Array]:
     """All fields of an entry as one JSON object; a value that is not UTF-8 becomes {"base64": ...}."""
     encode = msgspec.json.Encoder().encode
-    return {"fields": pa.array([encode(_json_fields(some)) for some in fields], pa.binary()).cast(pa.string())}
+    return {"fields": pa.array([encode(_json_fields(some)) for some in _lists(fields)], pa.binary()).cast(pa.string())}
 
 
 def _json_fields(items: list[bytes]) -> dict[str, object]:
@@ -164,15 +200,24 @@ def typed_columns(fields: Fields, *, schema: pa.Schema, names: Sequence[str], fa
     A missing field is null, and so is an empty one unless its column is text. A value that does not fit the type is
     null too, or with `failfast` raises DecodeError in BatchMaker.
     """
-    raw_columns = _raw_columns(fields, [name.encode() for name in names])
-    columns = {name: pa.array(raw, pa.binary()) for name, raw in zip(names, raw_columns, strict=True)}
-    warn_of_other_case(fields, [name for name, raw in columns.items() if raw.null_count == len(fields)])
+    wire_names = [name.encode() for name in names]
+    if isinstance(fields, EntryBlock):
+        raw_columns = [fields.last_values(name) for name in wire_names]
+    else:
+        raw_columns = [pa.array(raw, pa.binary()) for raw in _raw_columns(fields, wire_names)]
+    columns = dict(zip(names, raw_columns, strict=True))
+    if absent := [name for name, raw in columns.items() if raw.null_count == len(fields)]:
+        warn_of_other_case(fields, absent)
     return {
         name: decode(raw, schema.field(name).type, failfast=name if failfast else None) for name, raw in columns.items()
     }
 
 
-def _raw_columns(fields: Fields, names: Sequence[bytes]) -> list[Sequence[bytes | None]]:
+def _lists(fields: Fields) -> list[list[bytes]]:
+    return fields.fields if isinstance(fields, EntryBlock) else fields
+
+
+def _raw_columns(fields: list[list[bytes]], names: Sequence[bytes]) -> list[Sequence[bytes | None]]:
     width = len(fields[0]) if fields else 0
     flat = list(chain.from_iterable(fields))
     layout = flat[:width:2]

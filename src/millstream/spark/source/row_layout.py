@@ -7,7 +7,8 @@ import pyarrow as pa
 from pyspark.sql.types import StructType
 
 from millstream.redis_client.key_names import REDRIVE_FIELD, to_wire
-from millstream.spark.key_blocks import BlockMaker
+from millstream.spark.source.block_maker import BlockMaker
+from millstream.spark.source.entry_block import Entry, RawEntries
 from millstream.spark.source.options import Columns
 from millstream.spark.source.row_decoder import (
     BatchMaker,
@@ -29,9 +30,20 @@ def batch_maker(columns: Columns, schema: StructType) -> MakeBatch:
     return (lambda runs: make(_without_redriven(runs))) if columns.skip_redriven else make
 
 
+def takes_blocks(columns: Columns) -> bool:
+    """True if the row decoder needs no Python object for each name and value."""
+    return columns.fields_as == "array"
+
+
 def _without_redriven(runs: Sequence[StreamEntries]) -> list[StreamEntries]:
     """Skip entries that are for one handler alone: dead letters that were redriven, and messages of timers."""
-    return [(stream, [entry for entry in entries if entry[1][0] != REDRIVE_FIELD]) for stream, entries in runs]
+    return [(stream, _without(REDRIVE_FIELD, entries)) for stream, entries in runs]
+
+
+def _without(first_name: bytes, entries: Sequence[Entry]) -> Sequence[Entry]:
+    if isinstance(entries, RawEntries) and not entries.begins_with(first_name):
+        return entries
+    return [entry for entry in entries if entry[1][0] != first_name]
 
 
 def _maker(columns: Columns, schema: StructType) -> MakeBatch:
