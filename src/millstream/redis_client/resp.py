@@ -21,6 +21,9 @@ Reply = Any
 Push = hiredis.PushNotification
 """An unsolicited message of the server, as a list whose first element is its kind (Redis protocol, RESP3)."""
 
+Parser = hiredis.Reader
+"""Parses the bytes of replies to Python objects."""
+
 Node = tuple[str, int]
 """Host and port of a server, such as a node of a cluster."""
 
@@ -88,14 +91,14 @@ class ReplySize:
         """Whether the replies were larger than allowed."""
         return self.total_bytes > self._most
 
-    def read_all(self, opened: socket, reader: hiredis.Reader, nothing: object, count: int) -> list[Any]:
+    def read_all(self, opened: socket, reader: Parser, nothing: object, count: int) -> list[Any]:
         """The next `count` replies; `nothing` is what `reader` returns while a reply is incomplete.
 
         Raises OSError: then the connection is unusable.
         """
         return [self._read(opened, reader, nothing) for _ in range(count)]
 
-    def _read(self, opened: socket, reader: hiredis.Reader, nothing: object) -> Any:
+    def _read(self, opened: socket, reader: Parser, nothing: object) -> Any:
         while (reply := reader.gets(False)) is nothing:
             data = opened.recv(CHUNK_BYTES)
             self.add(len(data))

@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from socket import socket
 from typing import Any
 
-import hiredis
 import numpy as np
 from numpy.typing import NDArray
 
-from millstream.redis_client.resp import ReplySize
+from millstream.redis_client.resp import Parser, ReplySize
 from millstream.spark.source.entry_block import Data, EntryBlock, Places, RawEntries
 
 _BUFFER_BYTES, _BLOCK_BYTES = 1 << 21, 1 << 19
@@ -47,7 +46,7 @@ class ReceiveBuffer:
 
     def _allocate(self) -> None:
         self.data = np.empty(_BUFFER_BYTES + _SPARE_BYTES, np.uint8)
-        self._view = memoryview(self.data)[:_BUFFER_BYTES]
+        self._view = self.data.data[:_BUFFER_BYTES]
 
     def begin(self) -> None:
         """Begin with the replies of a round trip; drop what is not parsed."""
@@ -71,7 +70,9 @@ class ReceiveBuffer:
         """True if a reply may have ended, or if enough is unparsed."""
         unparsed = self.size - self.parsed
         return (
-            self._view[self.size - 2 : self.size] == b"\r\n" or unparsed >= _BLOCK_BYTES or self.size == _BUFFER_BYTES
+            bytes(self._view[self.size - 2 : self.size]) == b"\r\n"
+            or unparsed >= _BLOCK_BYTES
+            or self.size == _BUFFER_BYTES
         )
 
 
@@ -83,7 +84,7 @@ class ReplyBlocks(ReplySize):
         self._buffer = buffer
         self.has_misfit = False
 
-    def read_all(self, opened: socket, reader: hiredis.Reader, nothing: object, count: int) -> list[Any]:
+    def read_all(self, opened: socket, reader: Parser, nothing: object, count: int) -> list[Any]:
         """The next `count` replies."""
         if self.has_misfit:
             return super().read_all(opened, reader, nothing, count)
@@ -111,7 +112,7 @@ class _Received:
     """A socket whose first bytes were received before."""
 
     def __init__(self, received: Sequence[Data], opened: socket) -> None:
-        self._received = b"".join(received)
+        self._received = b"".join([some.tobytes() for some in received])
         self._at = 0
         self._opened = opened
 
@@ -210,7 +211,8 @@ def _find_entries(words: NDArray[np.uint32], kinds: Data, starts: Places) -> NDA
     """The lines at which entries probably begin: a list of two, of which the first is a text, the second a list."""
     found = np.flatnonzero(kinds[:-1] == _STAR)
     found = found[: np.searchsorted(found, len(starts) - 4)]  # with three complete lines after it
-    return found[(words[starts[found]] == _ENTRY) & (kinds[found + 1] == _DOLLAR) & (kinds[found + 3] == _STAR)]
+    is_entry = (words[starts[found]] == _ENTRY) & (kinds[found + 1] == _DOLLAR) & (kinds[found + 3] == _STAR)
+    return found[np.flatnonzero(is_entry)]
 
 
 def _numbers_after_stars(data: Data, starts: Places, ends: Places, lines: NDArray[np.intp]) -> NDArray[np.intp]:

@@ -5,8 +5,8 @@ query without an explanation.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial, reduce
-from itertools import chain, groupby, islice
+from functools import partial
+from itertools import chain, islice
 
 import msgspec
 import numpy as np
@@ -53,7 +53,8 @@ class BatchMaker:
         """Return one batch with the entries of `runs`, in their order. Raises DecodeError, which names the entry."""
         made: list[dict[str, pa.Array]] = []
         row = 0
-        for ids, fields in portions(runs):
+        for portion in portions(runs):
+            ids, fields = _ids_and_fields(portion)
             try:
                 made.append(self._id_columns(ids) | self._make_columns(fields))
             except _InvalidValue as misfit:
@@ -80,37 +81,48 @@ class BatchMaker:
         return columns
 
 
-def portions(runs: Sequence[StreamEntries]) -> Iterator[tuple[pa.Array, Fields]]:
-    """The ids of all entries, as binary, and their fields: for each block, and for entries that are in no block."""
-    for key, some in groupby(_parts(runs), key=lambda part: id(part.data) if isinstance(part, EntryBlock) else None):
-        if key is None:
-            entries = list(chain.from_iterable(some))
-            yield pa.array([entry[0] for entry in entries], pa.binary()), [entry[1] for entry in entries]
+def portions(runs: Sequence[StreamEntries]) -> list[EntryBlock | list[Entry]]:
+    """All entries in order: those with the same bytes as one block, others as lists; one portion at least."""
+    found: list[EntryBlock | list[Entry]] = []
+    for part in _parts(runs):
+        last = found[-1] if found else None
+        if isinstance(part, EntryBlock):
+            if isinstance(last, EntryBlock) and last.data is part.data:
+                found[-1] = last.followed_by(part)
+            else:
+                found.append(part)
+        elif isinstance(last, list):
+            last += part
         else:
-            block = reduce(EntryBlock.followed_by, some)
-            yield block.ids, block
+            found.append(part)
+    return found or [[]]
 
 
-def _parts(runs: Sequence[StreamEntries]) -> Iterator[EntryBlock | Sequence[Entry]]:
-    """All entries in order, those of replies that follow each other in a block as one part."""
+def _parts(runs: Sequence[StreamEntries]) -> Iterator[EntryBlock | list[Entry]]:
+    """The entries of `runs`, those of replies that follow each other in a block as one part."""
     last: tuple[EntryBlock, int, int] | None = None
     for _, run in runs:
-        if not isinstance(run, RawEntries):
-            if last is not None:
-                yield last[0].part(*last[1:])
+        for part in run.parts if isinstance(run, RawEntries) else (list(run),):
+            if isinstance(part, list):
+                if last is not None:
+                    yield last[0].part(*last[1:])
                 last = None
-            yield run
-            continue
-        for part in run.parts:
-            if last is None:
-                last = part
-            elif last[0] is part[0] and last[2] == part[1]:
+                yield part
+            elif last is not None and last[0] is part[0] and last[2] == part[1]:
                 last = (last[0], last[1], part[2])
             else:
-                yield last[0].part(*last[1:])
+                if last is not None:
+                    yield last[0].part(*last[1:])
                 last = part
     if last is not None:
         yield last[0].part(*last[1:])
+
+
+def _ids_and_fields(entries: EntryBlock | list[Entry]) -> tuple[pa.Array, Fields]:
+    """The ids, as binary, and the names and values."""
+    if isinstance(entries, EntryBlock):
+        return entries.ids, entries
+    return pa.array([entry[0] for entry in entries], pa.binary()), [entry[1] for entry in entries]
 
 
 def _streams(runs: Sequence[StreamEntries]) -> pa.Array:
