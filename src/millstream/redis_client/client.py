@@ -359,8 +359,14 @@ class Client:
     ) -> list[Reply]:
         """Send each command to its node. A command in `silent` precedes the one in `commands` with the same index."""
         with self._lock:
-            by_pool: dict[int, tuple[ConnectionPool, list[int]]] = {}
             only_pool = self._only_pool()
+            if only_pool is not None and not silent and commands:
+                batch = self._exchange(only_pool, commands, (), meter)
+                return [
+                    self._resolve_reply(reply, command) if isinstance(reply, Exception) else reply
+                    for reply, command in zip(batch, commands, strict=True)
+                ]
+            by_pool: dict[int, tuple[ConnectionPool, list[int]]] = {}
             for index, command in enumerate(commands):
                 pool = only_pool or self._route_pool(routing_key(command))
                 by_pool.setdefault(id(pool), (pool, []))[1].append(index)

@@ -184,12 +184,12 @@ class PartitionReader:
 
     def _accept(self, reader: _UnreadRange, count: int, reply: Reply) -> StreamEntries:
         entries = raise_if_error(reply)
-        if entries:
-            reader.read_count += len(entries)
-            reader.start = b"(" + last_id(entries)
-        if len(entries) == count and last_id(entries) != reader.end:
+        found = len(entries)
+        reader.read_count += found
+        if found == count and (last := last_id(entries)) != reader.end:
+            reader.start = b"(" + last
             self._unread_ranges.appendleft(reader)
-        else:
+        elif reader.read_count != reader.offset_range.rows:
             self._check_complete(reader)
         return reader.offset_range.stream, entries
 
