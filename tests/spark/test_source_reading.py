@@ -10,6 +10,7 @@ from millstream.errors import ConfigError, Unavailable
 from millstream.model import ZERO_ID, EntryId
 from millstream.redis_client.client import Client
 from millstream.redis_client.resp import Command, Reply, ReplySize
+from millstream.spark.source.entry_block import RawEntries
 from millstream.spark.source.offset_ranges import OffsetRange
 from millstream.spark.source.options import parse
 from millstream.spark.source.partition_reader import PartitionReader
@@ -79,6 +80,15 @@ def test_large_entries_behind_small_ones_are_fetched_a_few_at_a_time(client: Cli
         *range(5_000, 5_064),
     ]
     assert max(batch.nbytes for batch in batches) <= 40 << 20, "twice what a batch is meant to have, and what JSON adds"
+
+
+def test_many_small_entries_stay_the_bytes_of_their_reply_unless_a_value_has_a_line_break(client: Client) -> None:
+    fill(client, "plain", 9_000)
+    fill(client, "broken", 9_000, b"a\r\nb")
+    for stream, is_raw in (("plain", True), ("broken", False)):
+        batches = read(client, [OffsetRange(stream, ZERO_ID, EntryId(9_000, 0), 9_000, 9_000)])
+        assert ids(batches, stream) == [b"%d-0" % (n + 1) for n in range(9_000)]
+        assert any(isinstance(run, RawEntries) for batch in batches for _, run in batch) == is_raw
 
 
 def test_entries_of_alternating_sizes_are_fetched_a_few_at_a_time(client: Client) -> None:

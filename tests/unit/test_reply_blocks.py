@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millstream.redis_client.key_names import REDRIVE_FIELD
 from millstream.spark.source.entry_block import RawEntries
 from millstream.spark.source.options import Columns
 from millstream.spark.source.reply_blocks import ReceiveBuffer, ReplyBlocks
@@ -93,6 +94,14 @@ def test_values_with_line_breaks_are_never_mistaken_for_others(replies: list[Ent
     reader, received = read(sent, len(replies), pieces=pieces)
     assert as_lists(received) == replies
     assert reader.total_bytes == len(sent)
+
+
+def test_a_value_that_looks_like_the_rest_of_its_reply_is_a_value() -> None:
+    """The lines in it are those of an entry whose four fields are the lines of the entry after it."""
+    replies = [[[b"1-0", [b"a", b"x\r\n*2\r\n$3\r\n9-9\r\n*4"]], [b"2-0", [b"a", b"b"]]]]
+    reader, received = read(resp(replies[0]), 1)
+    assert as_lists(received) == replies
+    assert reader.has_misfit
 
 
 @settings(deadline=None, max_examples=60)
@@ -188,3 +197,12 @@ def test_blocks_and_lists_make_one_record_batch_in_their_order() -> None:
     lists = [(stream, list(entries)) for stream, entries in runs]
     assert make(runs).equals(make(lists))
     assert make(runs).column("key").to_pylist() == [b"%d" % n for n in range(10)]
+
+
+@pytest.mark.parametrize("redriven", [[], [0], [3, 4], list(range(10))])
+def test_redriven_entries_of_blocks_are_skipped(redriven: list[int]) -> None:
+    entries = [[b"%d-0" % n, [REDRIVE_FIELD if n in redriven else b"a", b"x"]] for n in range(10)]
+    _, received = read(resp(entries), 1)
+    columns = Columns(packed=True, skip_redriven=True)
+    batch = batch_maker(columns, default_schema(columns))([("s", received[0])])
+    assert batch.column("id_ms").to_pylist() == [n for n in range(10) if n not in redriven]
