@@ -96,10 +96,11 @@ def test_values_with_line_breaks_are_never_mistaken_for_others(replies: list[Ent
     assert reader.total_bytes == len(sent)
 
 
-def test_a_value_that_looks_like_the_rest_of_its_reply_is_a_value() -> None:
-    """The lines in it are those of an entry whose four fields are the lines of the entry after it."""
-    replies = [[[b"1-0", [b"a", b"x\r\n*2\r\n$3\r\n9-9\r\n*4"]], [b"2-0", [b"a", b"b"]]]]
-    reader, received = read(resp(replies[0]), 1)
+def test_a_value_whose_lines_fit_those_after_it_is_no_entry() -> None:
+    """Only its length shows it: with the line that begins the second reply, the lines in it are one more entry."""
+    value = b"x\r\n*2\r\n*2\r\n$3\r\n9-9\r\n*2\r\n$1\r\na\r\n$2"
+    replies = [[[b"1-0", [b"a", value]]], [[b"2-0", [b"a", b"b"]]]]
+    reader, received = read(b"".join(map(resp, replies)), 2)
     assert as_lists(received) == replies
     assert reader.has_misfit
 
