@@ -8,16 +8,19 @@ from functools import partial
 from typing import Any
 
 import hiredis
+import msgspec
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millstream.model import value_of
 from millstream.redis_client.key_names import REDRIVE_FIELD
-from millstream.spark.source.entry_block import RawEntries
+from millstream.spark.key_blocks import read_portions
+from millstream.spark.source.entry_block import EntryBlock, RawEntries
 from millstream.spark.source.options import Columns
 from millstream.spark.source.reply_blocks import ReceiveBuffer, ReplyBlocks
-from millstream.spark.source.row_decoder import packed_columns, pair_columns, typed_columns
+from millstream.spark.source.row_decoder import pair_columns, typed_columns
 from millstream.spark.source.row_layout import batch_maker
 from millstream.spark.source.schema import default_schema
 from millstream.spark.versions import arrow_schema
@@ -155,10 +158,20 @@ def test_replies_beyond_the_limit_are_not_read_to_their_end() -> None:
 
 ARRAY = arrow_schema(default_schema(Columns()))
 TYPED = pa.schema([("a", pa.string()), ("b", pa.int64()), ("key", pa.binary()), ("absent", pa.string())])
+
+
+def packed_columns(fields: Any, *, key_field: bytes) -> dict[str, pa.Array]:
+    if isinstance(fields, EntryBlock):
+        return {"fields": fields.packed(), "key": fields.last_values(key_field)}
+    return {
+        "fields": pa.array(map(msgspec.msgpack.encode, fields), pa.binary()),
+        "key": pa.array([value_of(pairs, key_field) for pairs in fields], pa.binary()),
+    }
+
+
 MAKERS: dict[str, Callable[..., dict[str, pa.Array]]] = {
     "array": partial(pair_columns, schema=ARRAY),
     "packed": partial(packed_columns, key_field=b"key"),
-    "packed without a key": partial(packed_columns, key_field=None),
     "typed": partial(typed_columns, schema=TYPED, names=TYPED.names, failfast=False),
 }
 
@@ -197,7 +210,10 @@ def test_blocks_and_lists_make_one_record_batch_in_their_order() -> None:
     runs: list[Any] = [("s", first), ("t", second), ("s", buffer[5:6]), ("t", buffer[6:7]), ("s", third)]
     lists = [(stream, list(entries)) for stream, entries in runs]
     assert make(runs).equals(make(lists))
-    assert make(runs).column("key").to_pylist() == [b"%d" % n for n in range(10)]
+    (portion,) = read_portions([make(runs)])
+    assert {place: messages[0] for place, messages in portion.messages.items()} == {
+        ("t" if n in {3, 4, 6} else "s", b"%d" % n): b"%d-0" % n for n in range(10)
+    }
 
 
 @pytest.mark.parametrize("redriven", [[], [0], [3, 4], list(range(10))])
@@ -206,4 +222,5 @@ def test_redriven_entries_of_blocks_are_skipped(redriven: list[int]) -> None:
     _, received = read(resp(entries), 1)
     columns = Columns(packed=True, skip_redriven=True)
     batch = batch_maker(columns, default_schema(columns))([("s", received[0])])
-    assert batch.column("id_ms").to_pylist() == [n for n in range(10) if n not in redriven]
+    ids = [messages[::2] for portion in read_portions([batch]) for messages in portion.messages.values()]
+    assert ids == [[b"%d-0" % n for n in range(10) if n not in redriven]] * (len(redriven) < 10)
