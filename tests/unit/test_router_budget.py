@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.model import Message
-from millstream.router.budget import LEAST_BYTES, Batch, Budget, batch_of
+from millstream.router.budget import LEAST_BYTES, Batch, Budget
 from millstream.router.stream_events import Dropped, WhenFull
 from millstream.router.subscriber_buffer import SubscriberBuffer
 
@@ -18,7 +18,7 @@ PLENTY = 1 << 30
 
 def batch(budget: Budget, *sizes: int, first: int = 1) -> Batch:
     """Entries with payloads of these sizes, and ids from `first` on."""
-    return batch_of([[b"%d-0" % number, [b"n", b"x" * size]] for number, size in enumerate(sizes, first)], budget)
+    return Batch([[b"%d-0" % number, [b"n", b"x" * size]] for number, size in enumerate(sizes, first)], budget)
 
 
 def inbox(budget: Budget, limit_bytes: int, *, when_full: WhenFull = "wait", limit: int = 1_000) -> SubscriberBuffer:

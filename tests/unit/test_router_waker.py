@@ -10,7 +10,7 @@ import pytest
 from millstream.clock import SYSTEM_CLOCK
 from millstream.errors import MillstreamError
 from millstream.model import Message
-from millstream.router.budget import Budget, batch_of
+from millstream.router.budget import Batch, Budget
 from millstream.router.reactor import ThreadReactor
 from millstream.router.subscriber_buffer import SubscriberBuffer, WakeTarget
 from millstream.router.subscription import Subscription
@@ -50,7 +50,7 @@ class Bench:
     def put(self, *numbers: int) -> Waker:
         """As the router does it; the caller wakes the waker."""
         waker = self.waker()
-        self.inbox.put(batch_of([[b"%d-0" % number, []] for number in numbers], BUDGET))
+        self.inbox.put(Batch([[b"%d-0" % number, []] for number in numbers], BUDGET))
         self.inbox.waker = None
         return waker
 
@@ -147,7 +147,7 @@ class Overtaken(SubscriberBuffer):
         free = super().prepare_wait(waker)
         if free and not self.put_count:
             delivered = threading.Event()
-            self.put(batch_of([[b"1-0", []]], BUDGET))
+            self.put(Batch([[b"1-0", []]], BUDGET))
             self.reactor.call(lambda: self.reactor.wake(self))
             self.reactor.call(delivered.set)
             assert delivered.wait(FAIL_SAFE_S)

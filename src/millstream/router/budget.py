@@ -4,6 +4,7 @@ Subscribers of one stream share the entries of a reply, so each reply is counted
 """
 
 from collections import deque
+from collections.abc import Callable, Sequence
 
 from millstream.router.gap_detection import Entry
 
@@ -21,23 +22,20 @@ class Budget:
     thread.
     """
 
-    __slots__ = ("_freed", "_held", "max_bytes", "spent")
+    __slots__ = ("_freed", "_held", "max_bytes", "release", "spent")
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.spent = False
         self._held = 0
         self._freed: deque[int] = deque()
+        self.release: Callable[[int], None] = self._freed.append  # subtracts bytes that are held no more
 
     def add(self, size: int) -> None:
         """Add bytes that are held from now on."""
         self._held += size
         if self._held >= self.max_bytes and not self.spent:
             self.update()
-
-    def release(self, size: int) -> None:
-        """Subtract bytes that are held no more."""
-        self._freed.append(size)
 
     def update(self) -> int:
         """Update `spent`; returns the bytes held."""
@@ -51,14 +49,18 @@ class Budget:
 
 
 class Batch:
-    """Entries read together, with the size of each; counted in the budget until the last reference is dropped."""
+    """Entries read together, with the size of each; counted in the budget until the last reference is dropped.
 
-    __slots__ = ("_budget", "entries", "size", "sizes")
+    `size`: the sum of `sizes`. A batch of one entry, the usual one, has no tuple of sizes in memory.
+    """
 
-    def __init__(self, entries: list[Entry], sizes: tuple[int, ...], budget: Budget) -> None:
+    __slots__ = ("_budget", "_sizes", "entries", "size")
+
+    def __init__(self, entries: Sequence[Entry], budget: Budget) -> None:
+        sizes = [_ENTRY_BYTES + _PART_BYTES * len(pairs) + sum(map(len, pairs)) for _, pairs in entries]
         self.entries = entries
-        self.sizes = sizes
-        self.size = size = sizes[0] if len(sizes) == 1 else sum(sizes)
+        self._sizes = tuple(sizes) if len(sizes) > 1 else None
+        self.size = size = sum(sizes)
         self._budget = budget
         budget.add(size)
 
@@ -68,16 +70,11 @@ class Batch:
     def __del__(self) -> None:
         self._budget.release(self.size)
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The size of each entry."""
+        return self._sizes or (self.size,)
+
     def part(self, start: int, end: int) -> "Batch":
         """The entries from index `start` to before `end`."""
-        return Batch(self.entries[start:end], self.sizes[start:end], self._budget)
-
-
-def batch_of(entries: list[Entry], budget: Budget) -> Batch:
-    """A batch of one or more entries as Redis returned them."""
-    return Batch(entries, tuple([_size_of(entry) for entry in entries]), budget)
-
-
-def _size_of(entry: Entry) -> int:
-    pairs = entry[1]
-    return _ENTRY_BYTES + _PART_BYTES * len(pairs) + sum(map(len, pairs))
+        return Batch(self.entries[start:end], self._budget)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from millstream.observability import metrics as m
 from millstream.observability.metrics import Metrics
 from millstream.redis_client.key_names import from_wire
-from millstream.router.budget import Batch, Budget, batch_of
+from millstream.router.budget import Batch, Budget
 from millstream.router.gap_detection import ZERO, Entry, id_as_numbers
 from millstream.router.stream_events import Gap, Reason, Start, TooSlow
 from millstream.router.subscriber_buffer import Cursor, SubscriberBuffer
@@ -44,8 +44,9 @@ class CursorTable:
     def of(self, key: bytes) -> Sequence[Cursor]:
         """The cursors of a stream."""
         live = self._live.get(key)
-        found = (live,) if live is not None else ()
-        return (*found, *self._late[key]) if key in self._late else found
+        if live is None:
+            return tuple(self._late.get(key, ()))
+        return (live, *self._late[key]) if key in self._late else (live,)
 
     def streams(self) -> list[bytes]:
         """Every stream that has a subscriber."""
@@ -63,7 +64,10 @@ class CursorTable:
             cursor = Cursor(key, after)
             cursor.anchor = None if after in (NEWEST, ZERO) else after
             self._late.setdefault(key, []).append(cursor)
-        cursor.buffers.append(buffer)
+        if cursor.buffers:
+            cursor.buffers.append(buffer)
+        else:
+            cursor.buffers = [buffer]  # appending would reserve room for three more
         buffer.cursor = cursor
         self._callbacks.schedule(cursor)
 
@@ -129,13 +133,15 @@ class CursorTable:
             late.remove(cursor)
             if not late:
                 del self._late[cursor.key]
+                if not self._late:  # an emptied dictionary keeps its memory, and is as slow to iterate over
+                    self._late = {}
 
     # Delivery
 
-    def deliver(self, cursor: Cursor, entries: list[Entry]) -> None:
+    def deliver(self, cursor: Cursor, entries: Sequence[Entry]) -> None:
         """Put the next entries of this cursor into the buffers of its subscribers."""
         start = cursor.last, cursor.ordinal, cursor.proven
-        batch = batch_of(entries, self.budget)
+        batch = Batch(entries, self.budget)
         full = []
         for buffer in cursor.buffers:
             first = 0
@@ -175,7 +181,7 @@ class CursorTable:
     def report_start(self, cursor: Cursor) -> None:
         """Report the start id to those subscribers of an END cursor that want it (`report_start`)."""
         for buffer in cursor.buffers:
-            if buffer.reports_start:
+            if buffer.policy.reports_start:
                 buffer.batches.append(Start(stream=buffer.stream, after=cursor.last.decode()))
                 self._callbacks.wake(buffer)
 
@@ -187,7 +193,7 @@ class CursorTable:
         `start`: where the batch begins: the id before it, the ordinal of that id, and whether its entry was there.
         """
         rest = batch.part(first, len(batch))
-        if buffer.when_full == "drop-oldest":
+        if buffer.policy.when_full == "drop-oldest":
             self._metrics.count(m.ROUTER_DROPPED, buffer.put_dropping(rest))
             return
         last, ordinal, proven = start
@@ -195,7 +201,7 @@ class CursorTable:
         if end > first:
             buffer.put(batch.part(first, end))
         reached = batch.entries[end - 1][0] if end else last
-        if buffer.when_full == "disconnect":
+        if buffer.policy.when_full == "disconnect":
             self.end(buffer, TooSlow(buffer.stream, reached.decode()))
             return
         own = self._detach(cursor, buffer)

@@ -6,8 +6,9 @@ no lock: each counter has one writer, and each side writes its own state before 
 
 import threading
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import islice
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from millstream.errors import MillstreamError
 from millstream.model import Message
@@ -17,6 +18,19 @@ from millstream.router.waker import Waker
 
 WakeTarget: TypeAlias = "Waker | threading.Lock"
 _DROPPING = threading.Lock()
+
+
+class BufferPolicy(NamedTuple):
+    """The settings of a buffer, in one object for all buffers with the same."""
+
+    budget: Budget
+    limit: int
+    limit_bytes: int
+    when_full: WhenFull
+    reports_start: bool
+
+
+_policy_of = lru_cache(BufferPolicy)
 
 
 class SubscriberBuffer:
@@ -32,23 +46,19 @@ class SubscriberBuffer:
     __slots__ = (
         "batch",
         "batches",
-        "budget",
         "cursor",
         "dropped",
         "ending",
         "index",
-        "limit",
-        "limit_bytes",
         "paused",
+        "policy",
         "put_bytes",
         "put_count",
         "removed_bytes",
         "removed_count",
-        "reports_start",
         "skip",
         "stream",
         "waker",
-        "when_full",
     )
 
     def __init__(
@@ -62,11 +72,7 @@ class SubscriberBuffer:
         reports_start: bool = False,
     ) -> None:
         self.stream = stream
-        self.budget = budget
-        self.limit = limit
-        self.limit_bytes = limit_bytes
-        self.when_full = when_full
-        self.reports_start = reports_start
+        self.policy = _policy_of(budget, limit, limit_bytes, when_full, reports_start)
         self.cursor: Cursor | None = None
         self.batches: list[Batch | Gap | Dropped | Start] = []
         self.batch: Batch | None = None
@@ -94,23 +100,25 @@ class SubscriberBuffer:
     @property
     def drained(self) -> bool:
         """True when enough is free that reading on is worth a round trip: then the next entry fits."""
-        return self.held <= self.limit // 2 and self.held_bytes <= self._max_bytes // 2
+        return self.held <= self.policy.limit // 2 and self.held_bytes <= self._max_bytes // 2
 
     @property
     def _max_bytes(self) -> int:
-        return min(self.limit_bytes, LEAST_BYTES) if self.budget.spent else self.limit_bytes
+        policy = self.policy
+        return min(policy.limit_bytes, LEAST_BYTES) if policy.budget.spent else policy.limit_bytes
 
     def fits(self, batch: Batch) -> bool:
         """Whether the whole batch fits."""
+        policy = self.policy
         return (
-            self.put_count - self.removed_count + len(batch.entries) <= self.limit
-            and self.put_bytes - self.removed_bytes + batch.size <= self.limit_bytes
-            and not self.budget.spent
+            self.put_count - self.removed_count + len(batch.entries) <= policy.limit
+            and self.put_bytes - self.removed_bytes + batch.size <= policy.limit_bytes
+            and not policy.budget.spent
         ) or self.fitting(batch) == len(batch)  # the usual case first
 
     def fitting(self, batch: Batch) -> int:
         """How many entries of the batch fit, from its start. Once `drained`, a single entry fits whatever its size."""
-        room, room_bytes = self.limit - self.held, self._max_bytes - self.held_bytes
+        room, room_bytes = self.policy.limit - self.held, self._max_bytes - self.held_bytes
         if len(batch) <= room and batch.size <= room_bytes:
             return len(batch)
         count = 0
@@ -122,8 +130,8 @@ class SubscriberBuffer:
     def put(self, batch: Batch) -> None:
         """Append entries that fit."""
         self.put_count += len(batch.entries)
-        self.put_bytes += batch.size
-        self.batches.append(batch)
+        self.put_bytes = self.put_bytes + batch.size if self.put_bytes else batch.size  # one object for both
+        self.batches += (batch,)  # `append` would reserve room for three more
 
     def put_dropping(self, batch: Batch) -> int:
         """Append entries, and drop the oldest that do not fit; return how many those were."""
@@ -152,7 +160,7 @@ class SubscriberBuffer:
 
     def _excess(self, batch: Batch) -> int:
         """How many of the oldest entries have no room beside the newest ones. The very newest always fits."""
-        over = self.held + len(batch) - self.limit
+        over = self.held + len(batch) - self.policy.limit
         over_bytes = self.held_bytes + batch.size - self._max_bytes
         excess = 0
         for size in self._sizes(batch):
@@ -187,7 +195,7 @@ class SubscriberBuffer:
 
     def next_item(self) -> Item | None:
         """The next message or event; None if the buffer is empty."""
-        if self.when_full != "drop-oldest":
+        if self.policy.when_full != "drop-oldest":
             return self._next_item()
         with _DROPPING:
             return self._next_item()
@@ -201,12 +209,13 @@ class SubscriberBuffer:
             if not isinstance(following, Batch):
                 return following
             batch, at = self.batch, self.index = following, 0
+        entries = batch.entries
         self.index = at + 1
-        if self.index == len(batch):
+        if at + 1 == len(entries):
             self.batch = None
         self.removed_count += 1
-        self.removed_bytes += batch.sizes[at]
-        entry_id, pairs = batch.entries[at]
+        self.removed_bytes += batch.size if len(entries) == 1 else batch.sizes[at]
+        entry_id, pairs = entries[at]
         return Message(self.stream, entry_id.decode(), pairs)
 
     def has_ended(self) -> bool:

@@ -173,9 +173,11 @@ class _AsyncItems:
                 raise StopIteration(item)
             if buffer.ending is not None and buffer.has_ended():
                 raise StopAsyncIteration
-            self._waker.prepare()
-            if buffer.prepare_wait(self._waker):
-                return self._waker.wait()
+            waker = self._waker
+            if waker.loop is None:
+                waker.prepare()
+            if buffer.prepare_wait(waker):
+                return waker.wait()
 
     def send(self, _: object) -> Waker:
         return self.__next__()

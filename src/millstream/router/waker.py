@@ -38,9 +38,8 @@ class Waker:
         self._context: Context
 
     def prepare(self) -> None:
-        """Bind the waker to the running loop, before any other thread can see it."""
-        if self.loop is None:
-            self.loop = asyncio.get_running_loop()
+        """Before the first wait: bind the waker to the running loop, before any other thread can see it."""
+        self.loop = asyncio.get_running_loop()
 
     def wait(self) -> Self:
         """Begin to wait: the task must yield the returned value."""
