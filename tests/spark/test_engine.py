@@ -5,7 +5,9 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+import pyarrow as pa
 import pytest
+from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from millstream import App, Message, Reject, Retry, State
@@ -13,9 +15,12 @@ from millstream.delivery.commit_store import CommitStore
 from millstream.errors import ConfigError, PipelineFailed
 from millstream.redis_client.key_names import REDRIVE_FIELD, HandlerKeys
 from millstream.redis_client.replies import mapping_of
-from millstream.spark.engine.micro_batch import spread
-from millstream.spark.key_blocks import bucket_count
+from millstream.spark.engine.micro_batch import shuffle
+from millstream.spark.key_blocks import bucket_count, read_portions
+from millstream.spark.source.block_maker import BlockMaker
+from millstream.spark.source.options import Columns
 from millstream.spark.source.partition_reader import _BATCH_ROWS
+from millstream.spark.source.schema import default_schema
 from tests.support.pipelines import Pipelines
 from tests.support.waiting import eventually
 
@@ -86,17 +91,46 @@ def test_a_key_stays_in_order_over_the_blocks_of_several_tasks(pipelines: Pipeli
         assert pipelines.state("app", "follow", "in", f"k{key}") == {"broken": 0, "last": count - 5 + key}
 
 
+def blocks(pipelines: Pipelines, *batches: pa.RecordBatch) -> DataFrame:
+    """One partition with the blocks of these batches, in this order."""
+    rows = [row for batch in batches for row in batch.to_pylist()]
+    return pipelines.spark.createDataFrame(rows, default_schema(Columns(packed=True))).coalesce(1)
+
+
 @pytest.mark.parametrize("partitions", [1, 2, 7, 30])
 def test_each_partition_gets_its_share_of_the_buckets(pipelines: Pipelines, partitions: int) -> None:
     buckets = bucket_count(partitions)
-    found = Counter(
-        row["partition"]
-        for row in spread(pipelines.spark.range(buckets).withColumnRenamed("id", "bucket"), partitions)
-        .select(F.spark_partition_id().alias("partition"))
-        .collect()
-    )
+    entries = [(b"%d-0" % n, [b"k", b"%d" % n]) for n in range(1, 50 * buckets)]
+    frame = blocks(pipelines, BlockMaker(b"k", buckets)([("in", entries)]))
+    assert frame.count() == buckets
+    found = Counter(row[0] for row in shuffle(frame, partitions).select(F.spark_partition_id()).collect())
     assert sum(found.values()) == buckets
     assert (len(found), max(found.values())) == (partitions, math.ceil(buckets / partitions))
+
+
+def test_blocks_that_a_partition_gets_in_any_order_are_sorted(pipelines: Pipelines) -> None:
+    make = BlockMaker(b"k", 64)
+    ids = [f"{n}-0" for n in (1, 9, 10, 99, 100, 1_000)]
+    backwards = [make([("in", [(one.encode(), [b"k", b"a"])])]) for one in reversed(ids)]
+    (portion,) = read_portions(shuffle(blocks(pipelines, *backwards), 2).toArrow().to_batches())
+    assert portion.messages["in", b"a"][::2] == [one.encode() for one in ids]
+
+
+@pytest.mark.parametrize("key", ["k", lambda message: message.fields.get("k", "")], ids=["field", "function"])
+def test_messages_without_a_key_count_as_read_up_to_the_last_one(pipelines: Pipelines, key: Any) -> None:
+    app = App("app")
+
+    @app.handler("in", key=key, into="out", missing_key="unordered")
+    def copy(message: Message) -> dict[str, Any]:
+        return {"n": message.fields["n"]}
+
+    ids = pipelines.add("in", *({"n": n, **({"k": "a"} if n % 9 == 8 else {})} for n in range(60)))
+    pipelines.once(app)
+    assert pipelines.meta("app", "copy", "in")["committed_id"] == ids[-1]
+    with pipelines.running(app) as background:
+        eventually(lambda: background.supervisor.lag() == 0, "no lag")
+    assert len(pipelines.entries("out")) == 60
+    assert sum(event["messages"] for event in pipelines.events_named("batch")) == 60
 
 
 def test_a_failing_message_keeps_its_place_and_dies_after_its_last_attempt(pipelines: Pipelines) -> None:

@@ -120,6 +120,14 @@ def test_a_portion_with_a_redriven_message_is_known_and_so_are_those_without(mon
     assert [portion.may_be_redriven for portion in read_portions(batches)] == [False, True, False]
 
 
+def test_a_block_is_never_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(key_blocks, "PORTION_MESSAGES", 2)
+    entries = [entry(f"{n}-0", b"%d" % (n % 5)) for n in range(1, 21)]
+    entries.append((b"21-0", [REDRIVE_FIELD, b"app.other", b"k", b"4"]))
+    portions = list(read_portions([BlockMaker(b"k", 1)([("in", entries)])]))
+    assert [(len(portion.messages), portion.may_be_redriven) for portion in portions] == [(5, True)]
+
+
 def test_no_entries_make_no_block_and_no_portion() -> None:
     batch = BlockMaker(b"k", 4)([("in", []), ("other", [])])
     assert (len(batch), batch.schema) == (0, SCHEMA)
@@ -141,3 +149,4 @@ def test_blocks_of_a_stream_are_sorted_by_id_not_by_its_text() -> None:
 @pytest.mark.parametrize("cores", [1, 2, 7, 64, 500])
 def test_there_are_several_buckets_for_each_core(cores: int) -> None:
     assert bucket_count(cores) >= 8 * cores
+    assert bucket_count(cores, may_grow=True) >= 512

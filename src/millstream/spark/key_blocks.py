@@ -38,7 +38,7 @@ PORTION_MESSAGES = 10_000
 PORTION_BYTES = 16 << 20
 """A task unpacks about so much of its partition at a time."""
 
-_MIN_BUCKETS = 64
+_MIN_BUCKETS, _MIN_CLUSTER_BUCKETS = 64, 512
 _BUCKETS_PER_CORE = 8
 
 Messages = list[bytes]
@@ -59,9 +59,12 @@ _pack = msgspec.msgpack.Encoder().encode
 _unpack = msgspec.msgpack.Decoder().decode
 
 
-def bucket_count(cores: int) -> int:
-    """Return a number of buckets that spreads the keys of a batch evenly over so many cores."""
-    return max(_MIN_BUCKETS, _BUCKETS_PER_CORE * cores)
+def bucket_count(cores: int, *, may_grow: bool = False) -> int:
+    """Return a number of buckets that spreads the keys of a batch evenly over so many cores.
+
+    `may_grow`: over many more, too, as executors may join a cluster later.
+    """
+    return max(_MIN_CLUSTER_BUCKETS if may_grow else _MIN_BUCKETS, _BUCKETS_PER_CORE * cores)
 
 
 # --- Making blocks ---
@@ -119,7 +122,8 @@ def unpack_block(messages: bytes) -> Iterator[tuple[bytes | None, Messages]]:
 def read_portions(batches: Iterable[pa.RecordBatch]) -> Iterator[Portion]:
     """Unpack the blocks of a sorted partition, about 10,000 messages or 16 MB at a time.
 
-    A bucket is divided only if it alone is larger than that: most keys are in one portion, with all their messages.
+    A portion ends before the next bucket once it is half full, within a bucket only once it is full: most keys are in one
+    portion, with all their messages.
     """
     portion = Portion({})
     count = size = 0

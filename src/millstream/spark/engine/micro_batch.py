@@ -77,7 +77,7 @@ class Engine:
             cores = frame.sparkSession.sparkContext.defaultParallelism
             if callable(job.handler.key):
                 frame = frame.mapInArrow(_GroupByFunction(job.handler, bucket_count(cores)), frame.schema)
-            frame = spread(frame, cores).sortWithinPartitions(*SORT_COLUMNS)
+            frame = shuffle(frame, cores)
 
         def run(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             return run_partition(job, batches)
@@ -96,12 +96,13 @@ class Engine:
         )
 
 
-def spread(frame: DataFrame, partitions: int) -> DataFrame:
-    """Move whole buckets to so many partitions, about as many to each."""
+def shuffle(frame: DataFrame, partitions: int) -> DataFrame:
+    """Move whole buckets to so many partitions, about as many to each, and sort the blocks of each partition."""
     if partitions not in _numbers:
         _numbers[partitions] = _numbers_of_partitions(frame.sparkSession, partitions)
     numbers = F.array(*map(F.lit, _numbers[partitions]))
-    return frame.repartition(partitions, numbers[(F.col("bucket") % partitions).cast("int")])
+    frame = frame.repartition(partitions, numbers[(F.col("bucket") % partitions).cast("int")])
+    return frame.sortWithinPartitions(*SORT_COLUMNS)
 
 
 _numbers: dict[int, list[int]] = {}
@@ -125,11 +126,10 @@ class _GroupByFunction:
 
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for batch in batches:
-            blocks = (
-                (row["stream"], self._by_key(row["stream"], row["messages"]), row["first_id"])
-                for row in batch.to_pylist()
-            )
-            yield make_blocks(blocks, self._buckets)
+            for at in range(len(batch)):  # one block has up to 16 MB
+                (row,) = batch.slice(at, 1).to_pylist()
+                by_key = self._by_key(row["stream"], row["messages"])
+                yield make_blocks([(row["stream"], by_key, row["first_id"])], self._buckets)
 
     def _by_key(self, stream: str, block: bytes) -> ByKey:
         messages = [part for _, some in unpack_block(block) for part in some]

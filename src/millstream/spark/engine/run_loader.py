@@ -75,10 +75,12 @@ class RunLoader:
                 runs.append(make(stream, key, KEY_PREFIX + key, deque(entries)))
             else:
                 runs += [make(stream, None, ENTRY_PREFIX + entry.id_text, deque((entry,))) for entry in entries]
-            last = EntryId.parse(messages[-2])
+            # A key's messages are in the order of their stream, but the shuffle spreads those without a key.
+            is_ordered = key is not None or self._handler.key is None
+            last = EntryId.parse(messages[-2]) if is_ordered else max(map(EntryId.parse, messages[::2]))
             metrics = self._metrics_of(stream, last)
             metrics.messages += len(messages) // 2
-            metrics.last_id = max(metrics.last_id, last)  # the messages are in the order of their stream
+            metrics.last_id = max(metrics.last_id, last)
         return runs
 
     def runs_of_queues(self, batch: pa.RecordBatch) -> list[KeyRun]:

@@ -36,6 +36,7 @@ from millstream.spark.run.first_start import check_slots, commit_store_of, prepa
 from millstream.spark.run.owner_check import OwnerCheck
 from millstream.spark.run.query import MAX_FAILURES, WAITS_MS, Batch, RunContext, SupervisedQuery
 from millstream.spark.run.service_membership import ServiceMembership
+from millstream.spark.run.session import is_cluster
 
 logger = logging.getLogger(__name__)
 
@@ -190,8 +191,9 @@ class HandlerQuery(SupervisedQuery):
         """The source options for the key; of a function the source knows nothing."""
         if not self._handler.key_field:
             return {}
-        cores = self._context.spark.sparkContext.defaultParallelism
-        return {"keyField": self._handler.key_field, "buckets": bucket_count(cores)}
+        spark = self._context.spark.sparkContext
+        buckets = bucket_count(spark.defaultParallelism, may_grow=is_cluster(str(spark.master)))
+        return {"keyField": self._handler.key_field, "buckets": buckets}
 
     def _take_over(self) -> tuple[int, dict[str, CommittedPosition]]:
         """Begin a run; return its token and its streams' committed positions. It continues after workers' commits."""
