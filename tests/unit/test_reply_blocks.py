@@ -78,25 +78,28 @@ def as_lists(replies: Any) -> list[Entries]:
     return [list(reply) for reply in replies]
 
 
-@settings(deadline=None, max_examples=300)
-@given(replies_of(plain), st.lists(st.integers(1, 60), max_size=8))
-def test_blocks_have_the_entries_that_were_sent_however_they_arrive(replies: list[Entries], pieces: list[int]) -> None:
+def read_as_sent(replies: list[Entries], pieces: list[int]) -> tuple[ReplyBlocks, Any]:
+    """Read replies that arrive in pieces, and check that their entries and bytes are those that were sent."""
     sent = b"".join(map(resp, replies))
     reader, received = read(sent, len(replies), pieces=pieces)
     assert as_lists(received) == replies
+    assert reader.total_bytes == len(sent)
+    return reader, received
+
+
+@settings(deadline=None, max_examples=300)
+@given(replies_of(plain), st.lists(st.integers(1, 60), max_size=8))
+def test_blocks_have_the_entries_that_were_sent_however_they_arrive(replies: list[Entries], pieces: list[int]) -> None:
+    reader, received = read_as_sent(replies, pieces)
     assert not reader.has_misfit
     assert all(isinstance(reply, RawEntries) for reply in received)
-    assert reader.total_bytes == len(sent)
     assert [reply.last_id for reply in received if reply] == [reply[-1][0] for reply in replies if reply]
 
 
 @settings(deadline=None, max_examples=300)
 @given(replies_of(any_value), st.lists(st.integers(1, 60), max_size=4))
 def test_values_with_line_breaks_are_never_mistaken_for_others(replies: list[Entries], pieces: list[int]) -> None:
-    sent = b"".join(map(resp, replies))
-    reader, received = read(sent, len(replies), pieces=pieces)
-    assert as_lists(received) == replies
-    assert reader.total_bytes == len(sent)
+    read_as_sent(replies, pieces)
 
 
 def test_a_value_whose_lines_fit_those_after_it_is_no_entry() -> None:

@@ -30,6 +30,7 @@ from millstream.redis_client.call import Call
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import WAITING, is_edited, own_pairs, worker_name_key
 from millstream.redis_client.pipelining import call_all
+from millstream.redis_client.replies import pairs_of
 from millstream.redis_client.resp import Reply
 from millstream.redis_client.scripts import Script
 
@@ -324,8 +325,7 @@ class ReliableStream:
         return self._client.run(self.fetch_call(count=count, max_bytes=max_bytes))[1]
 
     def _parse_fetch(self, reply: Reply) -> tuple[int, list[Delivery]]:
-        parts = iter(reply)
-        return len(reply) // 2, self._new_deliveries(zip(parts, parts, strict=True))
+        return len(reply) // 2, self._new_deliveries(pairs_of(reply))
 
     def to_deliveries(self, batches: Iterable[Batch]) -> list[Delivery]:
         """Return the fetched entries, without (but acknowledging) those that Spark committed beyond its

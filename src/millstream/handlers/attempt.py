@@ -107,8 +107,6 @@ function, as soon as the function executes Python code."""
 
 _NO_STATE = State()
 _NO_RESULTS: RunResult = (), (), None
-_KEYLESS: Origin = "", "", None, None
-"""In place of the origin of a message without a key, which has no timers."""
 
 
 def is_limited(outcome: Outcome) -> bool:
@@ -312,11 +310,10 @@ def _run_plain(handler: Handler, message: Message, arguments: dict[str, Any], gu
 
 
 def _call(handler: Handler, message: Message, arguments: dict[str, Any]) -> RunResult:
-    origin = _KEYLESS if message.key is None else origin_of(handler, message)
+    origin = origin_of(handler, message)
     # Errors are returned, not raised: a StopIteration, for one, cannot pass through a coroutine.
     try:
-        result = handler.function(**arguments)
-        return _NO_RESULTS if result is None else encode_results(handler, origin, result)
+        return encode_results(handler, origin, handler.function(**arguments))
     except BaseException as error:  # noqa: BLE001 - a handler may raise anything, SystemExit too; it becomes an outcome
         return (), (), error
 

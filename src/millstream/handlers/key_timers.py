@@ -76,9 +76,14 @@ TimerChanges = Sequence[TimerChange]
 Origin = tuple[str, str, bytes | None, bytes | None]
 """Stream, id and key of the message that a handler was run on, and its value that the handler's limit counts by."""
 
+_KEYLESS: Origin = "", "", None, None
+"""In place of the origin of a message without a key, which has no timers."""
+
 
 def origin_of(handler: Handler, message: Message) -> Origin:
     """Return what a timer takes from the message that sets it. Before the run: a handler may change its message."""
+    if message.key is None:
+        return _KEYLESS
     return message.stream, message.id, message.key, limited_value(handler.limit, message.pairs)
 
 

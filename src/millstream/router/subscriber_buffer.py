@@ -214,7 +214,7 @@ class SubscriberBuffer:
         if at + 1 == len(entries):
             self.batch = None
         self.removed_count += 1
-        self.removed_bytes += batch.size if len(entries) == 1 else batch.sizes[at]
+        self.removed_bytes += batch.sizes[at]
         entry_id, pairs = entries[at]
         return Message(self.stream, entry_id.decode(), pairs)
 

@@ -8,7 +8,7 @@ buckets. In a partition that is sorted by `SORT_COLUMNS`, the messages of a key 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from zlib import crc32
 
 import msgspec
@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from millstream.model import EntryId
 from millstream.redis_client.key_names import REDRIVE_FIELD
+from millstream.redis_client.replies import pairs_of
 
 SCHEMA = pa.schema(
     [
@@ -100,7 +101,7 @@ def _by_bucket(stream: str, by_key: ByKey, buckets: int) -> Mapping[int, list[ob
         if key is not None:
             blocks[crc32(key, seed) % buckets] += (key, messages)
         else:  # they are spread by their ids, not gathered in one bucket
-            for entry_id, fields in _pairs(messages):
+            for entry_id, fields in pairs_of(messages):
                 blocks[crc32(entry_id, seed) % buckets] += (None, [entry_id, fields])
     return blocks
 
@@ -116,7 +117,7 @@ def sortable(entry_id: bytes) -> bytes:
 
 def unpack_block(messages: bytes) -> Iterator[tuple[bytes | None, Messages]]:
     """Yield each key of a block with its messages."""
-    return _pairs(_unpack(messages))
+    return pairs_of(_unpack(messages))
 
 
 def read_portions(batches: Iterable[pa.RecordBatch]) -> Iterator[Portion]:
@@ -155,8 +156,3 @@ def _add(into: dict[tuple[str, bytes | None], Messages], stream: str, block: byt
         else:
             found += messages
     return count
-
-
-def _pairs(flat: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-    parts = iter(flat)
-    return zip(parts, parts, strict=True)

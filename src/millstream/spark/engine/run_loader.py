@@ -16,6 +16,7 @@ from millstream.delivery.rate_override import RateOverride
 from millstream.handlers.handler import Handler
 from millstream.model import ZERO_ID, EntryId, Message
 from millstream.redis_client.client import Client
+from millstream.redis_client.replies import pairs_of
 from millstream.spark.engine.attempt_runner import CallRedis
 from millstream.spark.engine.key_run import Entry, KeyRun, unpack, unpack_fields
 from millstream.spark.engine.task_metrics import TaskMetrics
@@ -70,7 +71,7 @@ class RunLoader:
         runs: list[KeyRun] = []
         make = partial(KeyRun, may_be_redriven=portion.may_be_redriven)
         for (stream, key), messages in portion.messages.items():
-            entries = map(_new, repeat(Entry), zip(messages[::2], messages[1::2], strict=True))
+            entries = map(_new, repeat(Entry), pairs_of(messages))
             if key is not None:
                 runs.append(make(stream, key, KEY_PREFIX + key, deque(entries)))
             else:
