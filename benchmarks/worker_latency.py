@@ -18,6 +18,7 @@ import redis
 from benchmarks.workers import RAW_COUNT, STREAM, handler_of, server, wait_for, working
 from millstream import Message
 from millstream.redis_client.client import Client
+from millstream.worker.process.worker_process import tune_gc
 
 RATE = 500
 _WARM_UP = 200
@@ -40,6 +41,7 @@ def run(*, seconds: float = 6.0, rounds: int = 3) -> dict[str, Any]:
     count = int(RATE * seconds) + _WARM_UP
     ours: list[list[float]] = []
     raw: list[list[float]] = []
+    tune_gc()
     with server() as client:
         for _ in range(rounds):
             raw.append(_figures(_raw_latencies(client, count)))
@@ -76,8 +78,8 @@ def _our_latencies(client: Client, count: int) -> list[float]:
 
     with working(client, handler_of(handle)) as loop:
         publisher = _publish(client, count)
+        publisher.wait()  # without a look at the loop meanwhile, which would compete with it
         wait_for(loop, count)
-        publisher.wait()
     return found
 
 

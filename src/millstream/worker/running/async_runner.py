@@ -55,7 +55,7 @@ class AsyncRunner(_Start):
         self._loop_started = threading.Event()
         self._notified = asyncio.Event()
         self._free_slots = steps.handler.concurrency
-        self._is_at_end = self._is_stopped = self._is_cancelled = False
+        self._is_at_end = self._is_stopped = self._is_cancelled = self._is_idle = False
         self._main_task: asyncio.Task[None] | None = None
         self._tasks: dict[int, asyncio.Task[Any]] = {}
         self._context = copy_context()
@@ -101,6 +101,11 @@ class AsyncRunner(_Start):
         """See Runner. With no slot free, the next run that ends checks the buffer."""
         if self._free_slots and not self._in_flight.buffer.empty():
             self._call_soon(self._notified.set)
+
+    @property
+    def is_waking(self) -> bool:
+        """See Runner."""
+        return self._is_idle and not self._in_flight.buffer.empty()
 
     def run_isolated(self, delivery: Delivery) -> Outcome | None:
         """See Runner."""
@@ -159,7 +164,9 @@ class AsyncRunner(_Start):
         """Run messages in the group until the end of the buffer."""
         while not self._is_at_end:
             self._start_tasks(group)
+            self._is_idle = self._free_slots > 0
             await self._notified.wait()
+            self._is_idle = False
             self._notified.clear()
 
     def _start_tasks(self, group: asyncio.TaskGroup) -> None:

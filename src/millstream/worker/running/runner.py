@@ -29,6 +29,10 @@ class Runner(Protocol):
     def notify(self) -> None:
         """Check the buffer: a message was added, or waits there. Called often."""
 
+    @property
+    def is_waking(self) -> bool:
+        """True if messages wait in the buffer for a thread that is idle: it has been notified, and has not run since."""
+
     def run_isolated(self, delivery: Delivery) -> Outcome | None:
         """Run one message while nothing else runs; None if it must not run any more. Called from another thread."""
 

@@ -91,6 +91,11 @@ class ThreadRunner(_Start):
             if sample.needs_thread(before) and len(self._threads) < self._max_threads - 1:
                 self._add_thread()
 
+    @property
+    def is_waking(self) -> bool:
+        """See Runner."""
+        return bool(self._idle_threads) and not self._in_flight.buffer.empty()
+
     def _add_thread(self) -> None:
         thread = threading.Thread(target=self._thread_main, name="millstream-handler", daemon=True)
         try:
