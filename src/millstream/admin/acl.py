@@ -77,7 +77,7 @@ SCRIPTS: Mapping[str, str] = {
     "commit/checkpoint": f"{_GROUP} del hset time unlink xack xpending",
     "leases/claim_stream": f"{_SERVICE} hexists lrem zscore",
     "commit/commit": f"{_QUEUES} get hincrby hmget hpexpire hrandfield hset lindex ltrim set type xack xadd xdel "
-    "xinfo|stream xpending xrange zadd",
+    "xinfo|groups xinfo|stream xpending xrange zadd",
     "groups/count_entries": "xrange",
     "commit/count_dead_letters": "xrevrange",
     "groups/delete_consumer": "xclaim xgroup|delconsumer xinfo|consumers xpending",

@@ -38,9 +38,11 @@
 --   check the consumer); of a batch, whose outputs belong to all of it, each entry must be, and each gets its own
 --   offset. The dead letter of an edited copy goes with the unit of the copy. Entries of a key are committed under its
 --   lease, and only if they are the first of its queue; they leave the queue with their effects, and need no offsets.
---   On Spark a key that has a queue commits only the first entries of that queue. A call that a worker repeats gets the first reply. Writes that can be refused come before the offset,
---   since a script is not rolled back: an offset without its effects would be a loss. `max_offset` is never below any
---   offset. No flag allow-oom: at maxmemory the whole script is refused before it writes.
+--   On Spark a key that has a queue commits only the first entries of that queue. A call that a worker repeats gets the
+--   first reply. Writes that can be refused come before the offset, since a script is not rolled back: an offset without
+--   its effects would be a loss. `max_offset` is never below any offset. A worker's portion of bare ids moves the
+--   committed id, as a checkpoint would, if the group has nothing pending up to its last one. No flag allow-oom: at
+--   maxmemory the whole script is refused before it writes.
 
 -- include ids
 -- include refusal
@@ -264,6 +266,35 @@ end
 local refused, unit = {}, 0
 local committed, written, dead = 0, 0, 0
 
+local ADVANCE_FROM = 100 -- ids: two commands tell whether the committed id may move, which pays for no fewer
+
+-- Whether nothing that was delivered up to an entry is pending any more, so that all of it is committed: the rule of
+-- checkpoint.lua, which moves the committed id to the last delivered entry.
+local function is_all_committed(id)
+  local first = redis.call('XPENDING', KEYS[7], group, '-', '+', 1)[1]
+  if first and not less(id, first[1]) then return false end
+  for _, items in ipairs(redis.call('XINFO', 'GROUPS', KEYS[7])) do
+    if items[2] == group then return not less(items[8], id) end -- name, last-delivered-id
+  end
+end
+
+-- Store that a portion of ids is committed. No offset is above its last one.
+local function store_portion(from, to)
+  if to - from + 1 >= ADVANCE_FROM and is_all_committed(ARGV[to]) then
+    committed_id, committed_ms = ARGV[to], string.match(ARGV[to], '^%d+')
+    redis.call('HSET', KEYS[1], 'committed_id', committed_id)
+    redis.call('UNLINK', KEYS[2])
+    return
+  end
+  local offsets, count = {}, 0
+  for i = from, to do
+    offsets[count + 1], offsets[count + 2] = 'i' .. ARGV[i], ARGV[i]
+    count = count + 2
+  end
+  try('HSET', KEYS[2], unpack(offsets))
+  if not failure then max_offset = ARGV[to] end
+end
+
 -- Bare ids take the same steps as units do below, a thousand with each command: one command per id would cost the
 -- server far more than the commit itself. A portion of ids that are all new and held, as nearly all are, is committed
 -- without a look at each: then there is nothing to return. Else it returns what is pending, and has written nothing.
@@ -271,23 +302,22 @@ local function commit_portion(from, to)
   local pending = redis.call('XPENDING', KEYS[7], group, ARGV[from], ARGV[to], 2 * (to - from + 1), consumer)
   -- The ids ascend. No offset is above `max_offset`: the usual entry is, and need not be looked up.
   if not is_beyond(ARGV[from]) or (max_offset and not less(max_offset, ARGV[from])) then return pending end
-  local offsets, count, at = {}, 0, 0
+  local at = 0
   for i = from, to do
     local id = ARGV[i]
     repeat at = at + 1 until not pending[at] or pending[at][1] == id
     if not pending[at] then return pending end
-    offsets[count + 1], offsets[count + 2] = 'i' .. id, id
-    count = count + 2
   end
   try('XACK', KEYS[7], group, unpack(ARGV, from, to))
-  try('HSET', KEYS[2], unpack(offsets))
-  max_offset, committed = ARGV[to], committed + to - from + 1
+  if not failure then store_portion(from, to) end
+  if not failure then committed = committed + to - from + 1 end
 end
 
 local function commit_bare(from, to)
+  if failure then return end
   local pending = commit_portion(from, to)
   if not pending then return end
-  local held, accepted, offsets, known = {}, {}, {}, {}
+  local held, accepted, offsets, incomplete, known = {}, {}, {}, {}, {}
   for _, item in ipairs(pending) do held[item[1]] = true end
   if max_offset and not less(max_offset, ARGV[from]) then
     local names = {}
@@ -303,7 +333,7 @@ local function commit_bare(from, to)
         offsets[#offsets + 1] = 'i' .. id
         offsets[#offsets + 1] = id
       else
-        redis.call('HDEL', KEYS[6], id)
+        incomplete[#incomplete + 1] = id
       end
     else
       refused[#refused + 1] = i - 5
@@ -311,10 +341,10 @@ local function commit_bare(from, to)
     end
   end
   if #accepted > 0 then try('XACK', KEYS[7], group, unpack(accepted)) end
-  if #offsets > 0 then
-    try('HSET', KEYS[2], unpack(offsets))
-    if not max_offset or less(max_offset, offsets[#offsets]) then max_offset = offsets[#offsets] end
-  end
+  if #offsets > 0 then try('HSET', KEYS[2], unpack(offsets)) end
+  if #incomplete > 0 then try('HDEL', KEYS[6], unpack(incomplete)) end
+  if failure then return end
+  if #offsets > 0 and (not max_offset or less(max_offset, offsets[#offsets])) then max_offset = offsets[#offsets] end
   committed = committed + #accepted
 end
 
