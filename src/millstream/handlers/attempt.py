@@ -125,23 +125,18 @@ async def attempt(handler: Handler, message: Message, blob: bytes) -> Outcome:
     if not isinstance(prepared, tuple):
         return prepared
     state, arguments = prepared
-    return _outcome_of(handler, message, state, await _run(handler, message, arguments))
+    ended = await _run(handler, message, arguments)
+    return NO_EFFECTS if ended is _NO_RESULTS and state is _NO_STATE else _outcome_of(handler, message, state, ended)
 
 
 def attempt_plain(handler: Handler, message: Message, blob: bytes, guard: TimeLimiter | None = None) -> Outcome:
     """Run a plain `handler` once, under `guard` if given, and return the outcome. Never raises."""
-    state, name = _NO_STATE, handler.takes_published
-    if name is not None:
-        arguments: dict[str, Any] = {name: message}
-    else:
-        prepared = _prepare(handler, message, blob)
-        if not isinstance(prepared, tuple):
-            return prepared
-        state, arguments = prepared
+    prepared = _prepare(handler, message, blob)
+    if not isinstance(prepared, tuple):
+        return prepared
+    state, arguments = prepared
     ended = _call(handler, message, arguments) if guard is None else _run_plain(handler, message, arguments, guard)
-    if ended is _NO_RESULTS and not handler.wants_state:
-        return NO_EFFECTS
-    return _outcome_of(handler, message, state, ended)
+    return NO_EFFECTS if ended is _NO_RESULTS and state is _NO_STATE else _outcome_of(handler, message, state, ended)
 
 
 def timed_out(handler: Handler, message: Message, *, where: TracebackType | None = None, alone: bool = True) -> Outcome:
@@ -235,6 +230,8 @@ def _retry_singly(handler: Handler, error: BaseException) -> RetryLater:
 def _prepare(
     handler: Handler, message: Message, blob: bytes
 ) -> tuple[State, dict[str, Any]] | DeadLettered | RetryLater:
+    if (name := handler.takes_published) is not None:
+        return _NO_STATE, {name: message}
     try:
         state = current_state(blob, handler.state_upcasts) if handler.wants_state else _NO_STATE
         return state, handler.bind(message, state)

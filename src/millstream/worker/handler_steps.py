@@ -1,6 +1,7 @@
 """The steps of a message on a worker, for users to extend: decode, run, then commit, dead-letter or retry."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from millstream.delivery.cancellation import Cancellation
 from millstream.delivery.effects import CANCELED, Effects
@@ -104,12 +105,15 @@ class HandlerSteps:
         with self._tracing.process_span(self.handler.label, message) as span:
             return _traced(span, attempt_plain(self.handler, message, state))
 
-    async def run_async(self, message: Message, state: bytes = b"") -> Outcome:
-        """Run an async handler once."""
+    def run_async(self, message: Message, state: bytes = b"") -> Coroutine[Any, Any, Outcome]:
+        """Run an async handler once. A coroutine, without one more around the attempt where there is nothing to add."""
+        if self._has_key or self._tracing is not NO_TRACING:
+            return self._run_traced(message, state)
+        return attempt(self.handler, message, state)
+
+    async def _run_traced(self, message: Message, state: bytes) -> Outcome:
         if self._has_key and (refusal := check_key(self.handler, message)) is not None:
             return refusal
-        if self._tracing is NO_TRACING:
-            return await attempt(self.handler, message, state)
         with self._tracing.process_span(self.handler.label, message) as span:
             return _traced(span, await attempt(self.handler, message, state))
 

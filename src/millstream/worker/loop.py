@@ -61,7 +61,8 @@ _TIMEOUT_SLACK_MS = 10_000
 _FULL_WAIT_S = 0.02
 _POLL_S = 0.005
 _YIELD_S = 0.00005
-"""How long the fetcher leaves the interpreter to a runner that it has woken, in seconds."""
+"""How long the fetcher leaves the interpreter to a runner that it has woken for `_FEW` messages at most, in seconds."""
+_FEW = 16
 _WAITS_MS = (50.0, 1_000.0)
 _DISCOVERY_SHARE = 20
 _EXCLUDED_MS = 60_000.0
@@ -317,8 +318,8 @@ class ReadingLoop:
             else:
                 backoff.reset()
                 outage.on_fetched()
-                # What the fetcher does before its next read would delay the message by as much as all else does.
-                if self._runner.is_waking:
+                # With few in flight their latency counts: what comes before the next read would delay them.
+                if len(self._in_flight) <= _FEW and self._runner.is_waking:
                     time.sleep(_YIELD_S)
 
     def _rejoin_streams(self) -> None:

@@ -214,7 +214,9 @@ class AsyncRunner(_Start):
             while following is not None and not self._is_cancelled:
                 delivery = following
                 self._tasks[id(delivery)] = task
-                outcome = await self._start_and_run(delivery)
+                if (starts := self._start(delivery)) is None:
+                    starts = await self._start_later(delivery)
+                outcome = await self._run_message(delivery) if starts else None
                 del self._tasks[id(delivery)]
                 if outcome is None or self._is_cancelled:
                     break
@@ -249,24 +251,26 @@ class AsyncRunner(_Start):
         if self._runs_wait or ended.state_since_ms + ended.attempt_ms >= self._iteration_until_ms:
             return False
         context = copy_context()
-        return len(context) == len(self._context) and all(
-            context.get(variable, self) is value for variable, value in self._context.items()
-        )
+        if len(context) != len(self._context):
+            return False
+        # Most are empty: then there is nothing to go through.
+        return not context or all(context.get(variable, self) is value for variable, value in self._context.items())
 
     async def _run_cancellable(self, delivery: Delivery) -> Outcome | None:
         task = asyncio.current_task()
         assert task is not None
         self._tasks[id(delivery)] = task
         try:
-            return await self._start_and_run(delivery, ignore_gate=True)
+            return await self._run_message(delivery) if self._start(delivery, ignore_gate=True) else None
         finally:
             del self._tasks[id(delivery)]
 
-    async def _start_and_run(self, delivery: Delivery, *, ignore_gate: bool = False) -> Outcome | None:
-        while (starts := self._start(delivery, ignore_gate=ignore_gate)) is None:
+    async def _start_later(self, delivery: Delivery) -> bool:
+        """Wait until the gate is open; True if the message was started."""
+        while (starts := self._start(delivery)) is None:
             self._end_permit(delivery)
             await asyncio.sleep(GATE_POLL_S)
-        return await self._run_message(delivery) if starts else None
+        return starts
 
     async def _run_message(self, delivery: Delivery) -> Outcome:
         message = self._steps.decode(delivery)
