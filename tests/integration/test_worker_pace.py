@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from millstream import Message
+from millstream import Message, Retry
 from millstream.delivery.commit_store import CommitStore, reservation_size
 from millstream.delivery.rate_override import RateOverride
 from millstream.delivery.reliable_stream import ReliableStream
 from millstream.observability.health import Health
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
+from millstream.worker.in_flight import InFlight
 from tests.support.clocks import LeapClock
 from tests.support.commandline import call
 from tests.support.waiting import FAIL_SAFE_S, eventually
@@ -267,3 +268,24 @@ def test_an_ambiguous_handler_is_one_line_of_error_and_nothing_is_paused(
     assert done.code == code
     assert message in done.err
     assert paused(client, "shop", "bill", "a") + paused(client, "bank", "bill", "a") == [False, False]
+
+
+@pytest.mark.parametrize("slice_length", [1, 5])
+def test_messages_behind_one_that_failed_count_once_as_read_and_in_the_rate(
+    client: Client, monkeypatch: pytest.MonkeyPatch, slice_length: int
+) -> None:
+    """Those of its key go back to the key's queue before they have begun, and are leased again."""
+    monkeypatch.setattr(InFlight, "slice_length", slice_length)
+    client.pipeline([("XADD", "in", "*", "n", n, "k", n % 10) for n in range(1, 201)])
+    reserved = count_reservations(monkeypatch)
+
+    def fail_twice(message: Message) -> dict[str, bytes]:
+        if int(message.fields["n"]) % 7 == 0 and message.attempt <= 2:
+            raise RuntimeError
+        return {"n": message.fields["n"]}
+
+    handler = make(fail_twice, key="k", rate=1_000, retry=Retry(attempts=3, delay_ms=1))
+    with working(client, handler) as loop:
+        eventually(lambda: client.execute("XLEN", "out") == 200)
+    assert loop.loop_metrics.read == 200
+    assert reserved["in"] < 200 + 2 * reservation_size(1_000)

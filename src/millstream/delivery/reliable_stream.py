@@ -117,6 +117,7 @@ class LeasedKey(msgspec.Struct, eq=False):
     * `committed_state`: the key's state in Redis
     * `last_run`: the last entry that was run under it, once that is known
     * `releasing`: its release is under way
+    * `returned`: those of its entries that have not begun are counted as returned to the queue
     * `cancellation`: which of its entries an earlier dead letter of the key has canceled
     * `expired`: another worker may have leased the queue: nothing more may begin
     * `key`: the key, or None if the entry has none
@@ -133,6 +134,7 @@ class LeasedKey(msgspec.Struct, eq=False):
     committed_state: bytes = b""
     last_run: Delivery | None = None
     releasing: bool = False
+    returned: bool = False
     expired: bool = False
     cancellation: Cancellation | None = None
     key: bytes | None = None

@@ -45,6 +45,8 @@ class InFlight:
         self._is_stopping = False
         self._delays: list[threading.Timer] = []
         self.leases: set[KeyLease] = set()
+        self.returned: SimpleQueue[tuple[str, int]] = SimpleQueue()
+        """How many entries of a stream went back to their key queues before they had begun: they are leased again."""
         self._by_ref: dict[tuple[str, bytes], Delivery] = {}
         self._dropped: set[Delivery] = set()
         self._suspects: set[Delivery] = set()
@@ -317,7 +319,7 @@ class InFlight:
                 if head.running:  # it started at this moment, or is about to
                     self._add((head,))
                 else:
-                    self.leases.discard(lease)
+                    self._end_lease(lease)
                     surplus.append(lease)
         for lease in surplus:
             self.remove_lease(lease)
@@ -334,9 +336,25 @@ class InFlight:
     def remove_lease(self, lease: KeyLease) -> list[Delivery]:
         """Remove a leased key; return its entries that were still in flight."""
         rest = [one for one in lease.entries if one in self]
-        self.leases.discard(lease)
+        self._end_lease(lease)
         self.remove(rest)
         return rest
+
+    def _end_lease(self, lease: KeyLease) -> None:
+        self.leases.discard(lease)
+        self.note_returned(lease)
+
+    def note_returned(self, lease: KeyLease) -> None:
+        """Count those entries of a lease that have not begun as returned to their queue, once; before it is released.
+
+        Those that had failed or waited before the lease do not count.
+        """
+        if not lease.returned:
+            lease.returned = True
+            head = lease.entries[:1]  # it is in the buffer until it begins
+            unstarted = {*lease.queued, *(one for one in head if not (one.running or one.finished))}
+            if count := sum(not one.may_have_crash_counts for one in unstarted):
+                self.returned.put((lease.stream.stream, count))
 
     # A runner first marks an entry as running, then checks whether it may start. A thread that removes entries or
     # closes the gate acts first, then checks for running entries. So at least one of the two sees the other. A lock

@@ -1,8 +1,10 @@
 """Leases key queues for a worker of a handler with a key."""
 
+import contextlib
 import math
 import threading
 from collections.abc import Mapping, Sequence
+from queue import Empty
 from typing import Any, Protocol
 
 from millstream.delivery.keyed_stream import KeyedStream, KeyLease, LeaseResult
@@ -31,6 +33,7 @@ class LeaseFetcher(Fetcher[KeyedStream]):
     def __init__(self, context: WorkerContext, streams: Mapping[str, KeyedStream]) -> None:
         super().__init__(context, streams)
         self._isolated_after = isolated_after(context.handler.retry)
+        self._uncounted = 0  # entries that were counted as read, and are read again
 
     def _lease_options(self, queues: int, count: int, streams: int = 1) -> dict[str, Any]:
         """Return the options of a lease of `queues` keys. On one stream alone it may exceed the room by one entry."""
@@ -64,13 +67,24 @@ class LeaseFetcher(Fetcher[KeyedStream]):
             else:
                 suspects.append(lease.queued.popleft())
         self._rate_limiter.consume(stream.stream, new)
+        self._take_returned()
         self._in_flight.add_leases(trusted, self._clock.monotonic_ms())
         for suspect in suspects:
             self._in_flight.add_suspect(suspect)
             self._context.on_suspect(suspect)
-        self._loop_metrics.on_polled(new)
+        read = max(0, new - self._uncounted)
+        self._uncounted -= new - read
+        self._loop_metrics.on_polled(read)
         self._loop_metrics.count_claimed(leased.expired_count)
         return len(leased.leases)
+
+    def _take_returned(self) -> None:
+        """Give back what the rate counts for entries that went back to their key queues: their next lease counts them."""
+        with contextlib.suppress(Empty):
+            while True:
+                name, count = self._in_flight.returned.get_nowait()
+                self._rate_limiter.consume(name, -count)
+                self._uncounted += count
 
 
 class KeyFetcher(LeaseFetcher):

@@ -108,6 +108,8 @@ class KeyCommitter(Committer):
         outcome = _LeaseOutcome(lease, runs, halted=lease in self._halted)
         done = [(delivery, result) for delivery, result in runs if isinstance(result, (Done, DeadLettered))]
         lease.releasing = outcome.is_over
+        if outcome.is_over:
+            self._in_flight.note_returned(lease)
         if done:
             outcome.done = [delivery for delivery, _ in done]
             outcome.effects = self._steps.commit_key(lease, done)
