@@ -187,7 +187,7 @@ class Client:
         with self._lock:
             while True:
                 # An error may have discarded the route, and then the pools are others, perhaps of other primaries.
-                pools = self._translating_errors(lambda: list(self._route.pools()), None)
+                pools = self._pools()
                 places = {_place(pool): pool for pool in pools}
                 place = next((one for one in places if one not in tried), None)
                 if place is None:
@@ -203,7 +203,7 @@ class Client:
         Raises the first error.
         """
         with self._lock:
-            pools = self._translating_errors(lambda: list(self._route.pools()), None)
+            pools = self._pools()
             replies = [(pool, self._execute_on(command, pool)) for pool in pools]
             return [(_address(self._connection(pool)), reply) for pool, reply in replies]
 
@@ -260,7 +260,7 @@ class Client:
             if isinstance(replies[0], AskError):
                 self._translating_errors(self._route.on_moved, command)
                 raise Unavailable(f"the cluster at {redact_url(self.url)} has moved slots; try again")
-            reply, confirmed = (raise_if_error(self._resolve_reply(each, command)) for each in replies)
+            reply, confirmed = map(raise_if_error, self._resolve(replies, [command, command]))
             return reply, confirmed
 
     def scan_streams(self, pattern: str = "*") -> list[str]:
@@ -287,7 +287,7 @@ class Client:
 
     def _scan(self, start: ScanPosition, *options: Arg) -> Iterator[tuple[list[bytes], ScanPosition]]:
         with self._lock:
-            pools = list(self._route.pools())
+            pools = self._pools()
         first, cursor = start
         for number, pool in enumerate(pools[first:], first):  # other threads may use the connection between two pages
             is_over = False
@@ -339,8 +339,11 @@ class Client:
 
     def _only_pool(self) -> ConnectionPool | None:
         """The only pool of a deployment with one server, so that commands need no routing; else None."""
-        pools = self._translating_errors(lambda: list(self._route.pools()), None)
+        pools = self._pools()
         return pools[0] if len(pools) == 1 else None
+
+    def _pools(self) -> list[ConnectionPool]:
+        return self._translating_errors(lambda: list(self._route.pools()), None)
 
     def _connection(self, pool: ConnectionPool) -> Any:  # redis-py annotates only half of a connection
         opened = self._connections.get(id(pool))
@@ -351,7 +354,7 @@ class Client:
 
     def _execute_on(self, command: Command, pool: ConnectionPool) -> Reply:
         with self._lock:
-            reply = self._resolve_reply(self._exchange(pool, [command])[0], command)
+            (reply,) = self._resolve(self._exchange(pool, [command]), [command])
         return raise_if_error(reply)
 
     def _pipeline_by_node(
@@ -359,26 +362,28 @@ class Client:
     ) -> list[Reply]:
         """Send each command to its node. A command in `silent` precedes the one in `commands` with the same index."""
         with self._lock:
-            only_pool = self._only_pool()
-            if only_pool is not None and not silent and commands:
-                batch = self._exchange(only_pool, commands, (), meter)
-                return [
-                    self._resolve_reply(reply, command) if isinstance(reply, Exception) else reply
-                    for reply, command in zip(batch, commands, strict=True)
-                ]
-            by_pool: dict[int, tuple[ConnectionPool, list[int]]] = {}
-            for index, command in enumerate(commands):
-                pool = only_pool or self._route_pool(routing_key(command))
-                by_pool.setdefault(id(pool), (pool, []))[1].append(index)
-            replies: list[Reply] = [None] * len(commands)
-            for pool, indexes in by_pool.values():
-                some = [silent[i] for i in indexes if silent]
-                batch = self._exchange(pool, [commands[i] for i in indexes], some, meter)
-                if silent and any(isinstance(reply, Exception) for reply in batch):
-                    self._discard_after_error(batch)
-                for index, reply in zip(indexes, batch, strict=True):
-                    replies[index] = self._resolve_reply(reply, commands[index])
-            return replies
+            return self._resolve(self._exchange_by_node(commands, silent, meter), commands, meter)
+
+    def _exchange_by_node(
+        self, commands: Sequence[Command], silent: Sequence[Command], meter: ReplySize | None
+    ) -> list[Reply]:
+        """`_exchange` with each node that has keys of `commands`; the replies are in the order of these."""
+        if not commands:
+            return []
+        only_pool = self._only_pool()
+        if only_pool is not None:
+            return self._exchange(only_pool, commands, silent, meter)
+        by_pool: dict[int, tuple[ConnectionPool, list[int]]] = {}
+        for index, command in enumerate(commands):
+            pool = self._route_pool(routing_key(command))
+            by_pool.setdefault(id(pool), (pool, []))[1].append(index)
+        replies: list[Reply] = [None] * len(commands)
+        for pool, indexes in by_pool.values():
+            some = [silent[i] for i in indexes if silent]
+            batch = self._exchange(pool, [commands[i] for i in indexes], some, meter)
+            for index, reply in zip(indexes, batch, strict=True):
+                replies[index] = reply
+        return replies
 
     def _discard_after_error(self, replies: Sequence[Reply]) -> None:
         """Discard the connections after an error among silent commands: one of these may have been answered."""
@@ -408,7 +413,10 @@ class Client:
                 return meter.read_all(connection._sock, connection._parser._reader, NOT_ENOUGH_DATA, len(commands))
             return [self._read(connection) for _ in commands]
 
-        return self._translating_errors(exchange, commands[0])
+        replies = self._translating_errors(exchange, commands[0])
+        if silent and any(isinstance(reply, Exception) for reply in replies):
+            self._discard_after_error(replies)
+        return replies
 
     @staticmethod
     def _read(connection: Any) -> Reply:
@@ -422,19 +430,38 @@ class Client:
         except redis.exceptions.ResponseError as error:
             return error
 
-    def _resolve_reply(self, reply: Reply, command: Command) -> Reply:
-        """Follow a cluster's redirections; translate an error reply."""
+    def _resolve(
+        self, replies: list[Reply], commands: Sequence[Command], meter: ReplySize | None = None
+    ) -> list[Reply]:
+        """Follow a cluster's redirections; translate error replies. `replies` is changed."""
+        errors = redirected = [index for index, reply in enumerate(replies) if isinstance(reply, Exception)]
+        if not errors:
+            return replies
         for _ in range(_REDIRECTS):
-            if not isinstance(reply, AskError):
+            redirected = [index for index in redirected if isinstance(replies[index], AskError)]
+            if not redirected:
                 break
-            if isinstance(reply, MovedError):
-                self._translating_errors(self._route.on_moved, command)
-                reply = self._exchange(self._route_pool(routing_key(command)), [command])[0]
-            else:
-                pool = self._route.node_pool(reply.host, reply.port)
-                reply = self._exchange(pool, [("ASKING",), command])[1]
+            moved = [index for index in redirected if isinstance(replies[index], MovedError)]
+            for index in redirected:
+                if not isinstance(replies[index], MovedError):
+                    replies[index] = self._ask(replies[index], commands[index])
+            if moved:  # all are sent again together: reading the slots for each would take seconds
+                self._translating_errors(self._route.on_moved, commands[moved[0]])
+                again = self._exchange_by_node([commands[index] for index in moved], (), meter)
+                for index, reply in zip(moved, again, strict=True):
+                    replies[index] = reply
+        for index in errors:
+            replies[index] = self._translate_error(replies[index], commands[index])
+        return replies
+
+    def _ask(self, reply: AskError, command: Command) -> Reply:
+        """Send `command` to the node that its slot is moving to."""
+        pool = self._translating_errors(lambda: self._route.node_pool(reply.host, reply.port), command)
+        return self._exchange(pool, [("ASKING",), command])[1]
+
+    def _translate_error(self, reply: Reply, command: Command) -> Reply:
         if not isinstance(reply, redis.exceptions.RedisError):
-            return reply
+            return reply  # of the node that it was redirected to
         if isinstance(reply, redis.exceptions.ReadOnlyError):
             self.close()  # the primary has moved: the next connection asks Sentinel again
         return self._add_key_name(translate(reply, self.url, command), str(reply), command)
