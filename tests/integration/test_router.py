@@ -107,6 +107,29 @@ def test_threads_and_event_loops_follow_side_by_side(client: Client, router: Rou
         assert not thread.is_alive()
 
 
+def test_any_thread_may_ask_for_the_figures_while_streams_come_and_go(client: Client, router: Router) -> None:
+    ended, errors = threading.Event(), []
+
+    def ask() -> None:
+        try:
+            while not ended.is_set():
+                router.figures()
+        except RuntimeError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for _ in range(3):
+        subscriptions = [router.subscribe(f"s{n}", after="1-0") for n in range(3_000)]
+        eventually(lambda: router.figures().streams >= 3_000, "all to be followed")
+        subscriptions.clear()
+    ended.set()
+    for thread in threads:
+        thread.join(FAIL_SAFE_S)
+    assert not errors
+
+
 # --- Sharing ---
 
 

@@ -1,4 +1,6 @@
-"""CursorTable: the cursors of a router, each shared by all subscribers at one position. For the router's thread only.
+"""CursorTable: the cursors of a router, each shared by all subscribers at one position.
+
+For the router's thread only, but for the number of streams, which any thread may ask for.
 
 A stream has one *live* cursor, which follows its end, and late ones, each for subscribers at another position: they
 subscribed with an older id, or could not keep up. The router reads a late cursor separately, and merges it into the
@@ -39,7 +41,7 @@ class CursorTable:
         self.subscriptions = 0
 
     def __len__(self) -> int:
-        return len(self._live) + sum(key not in self._live for key in self._late)
+        return len(self._live) + sum(key not in self._live for key in list(self._late))
 
     def of(self, key: bytes) -> Sequence[Cursor]:
         """The cursors of a stream."""

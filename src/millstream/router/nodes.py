@@ -31,7 +31,7 @@ class ClusterNodes:
     """One `NodeReader` per primary.
 
     The recovery from every failure is the same: a stream is read again from its cursor's position.
-    Every method is for the reactor's thread.
+    Every method is for the reactor's thread, but for `connections`, which any thread may ask for.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class ClusterNodes:
     @property
     def connections(self) -> int:
         """Connections now, the client's own not counted."""
-        return sum(node_reader.connections for node_reader in self._readers.values())
+        return sum(node_reader.connections for node_reader in list(self._readers.values()))
 
     def schedule(self, cursor: Cursor) -> None:
         """Queue the cursor to be read."""

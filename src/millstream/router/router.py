@@ -131,7 +131,7 @@ class Router:
         return self._nodes.reader if self._nodes.decided else None
 
     def figures(self) -> RouterFigures:
-        """A snapshot of the router."""
+        """A snapshot of the router. Any thread may call it."""
         return RouterFigures(
             subscriptions=self._cursors.subscriptions,
             streams=len(self._cursors),
