@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from millstream import Message
+from millstream.errors import CommandFailed
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.key_tracking import KeyTracker
@@ -61,3 +62,16 @@ def test_a_router_reads_streams_of_a_node_that_knows_no_address(one_node_url: st
         client.execute("DEL", "routed")
         client.execute("XADD", "routed", "1-1", "a", "b")
     assert getattr(asyncio.run(first()), "id", None) == "1-1"
+
+
+def test_a_node_is_reached_at_an_address_of_ipv6(one_node_url: str) -> None:
+    with Client(one_node_url) as client:
+        try:
+            client.execute("CONFIG", "SET", "bind", "127.0.0.1 ::1")
+        except CommandFailed:
+            pytest.skip("this machine has no IPv6")
+    port = one_node_url.rpartition(":")[2]
+    with Client(f"redis+cluster://[::1]:{port}") as client:
+        client.pipeline([("SET", f"ipv6{n}", n) for n in range(3)])
+        assert client.execute("GET", "ipv61") == b"1"
+        assert [address for address, _ in client.execute_on_primaries("PING")] == [f"::1:{port}"]

@@ -4,7 +4,8 @@ import pytest
 
 from millstream.cli.options import parse_address
 from millstream.errors import ConfigError
-from millstream.redis_client.urls import url_of_node
+from millstream.redis_client.deployments import parse_route
+from millstream.redis_client.urls import hosts, url_of_node
 
 pytestmark = [pytest.mark.cli, pytest.mark.groups]
 
@@ -26,6 +27,20 @@ def test_the_url_of_another_node_keeps_the_credentials_and_options_of_the_deploy
 
 def test_an_address_of_ipv6_stands_in_brackets() -> None:
     assert url_of_node("redis://h", ("::1", 7)) == "redis://[::1]:7"
+    assert hosts("me:s@[::1]:7,[fe80::1],h:8,i", 6379) == [("::1", 7), ("fe80::1", 6379), ("h", 8), ("i", 6379)]
+
+
+@pytest.mark.parametrize(
+    ("netloc", "words"), [("h:x", "port of a host is not a number"), ("::1", "brackets enclose an IPv6 address")]
+)
+def test_hosts_that_cannot_be_read_are_refused_with_the_reason(netloc: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse_route(f"redis+cluster://{netloc}", 1_000)
+
+
+def test_sentinels_and_seeds_of_clusters_may_have_addresses_of_ipv6() -> None:
+    for url in ("redis+cluster://[::1]:7000", "redis+sentinel://me:pw@[::1]:26379,[::1]/mymaster/0"):
+        parse_route(url, 1_000)
 
 
 @pytest.mark.parametrize(

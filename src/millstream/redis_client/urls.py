@@ -1,5 +1,6 @@
 """URLs of Redis deployments: validation, their hosts, and the URLs of their other nodes."""
 
+import re
 from typing import NamedTuple
 from urllib.parse import SplitResult, urlsplit, urlunsplit
 
@@ -11,6 +12,7 @@ _ENCODE = (
     "percent-encode special characters in user and password: %40 for @, %3A for :, %2F for /, %3F for ?, %23 for #, "
     "%25 for %, %5B and %5D for [ and ]"
 )
+_HOST = re.compile(r"(?:\[(?P<address>[^]]+)\]|(?P<name>[^][:]*))(?::(?P<port>[0-9]*))?")
 
 
 class Shard(NamedTuple):
@@ -38,13 +40,13 @@ def split_url(url: str) -> SplitResult:
 
 
 def hosts(netloc: str, default_port: int) -> list[Node]:
-    """The hosts of `user:pw@h1:p1,h2:p2`. Raises ValueError for a port that is not a number."""
+    """The hosts of `user:pw@h1:p1,[h2]:p2`, brackets around an address of IPv6. Raises ValueError for a bad one."""
     pairs = []
     for host in netloc.rpartition("@")[2].split(","):
-        name, _, port = host.partition(":")
-        if port and not port.isdecimal():
-            raise ValueError("the port of a host is not a number")
-        pairs.append((name, int(port or default_port)))
+        found = _HOST.fullmatch(host)
+        if not found:
+            raise ValueError("the port of a host is not a number (brackets enclose an IPv6 address, as in [::1]:6379)")
+        pairs.append((found["address"] or found["name"] or "", int(found["port"] or default_port)))
     return pairs
 
 
