@@ -22,7 +22,6 @@ from millstream.redis_client.server_program import find_server_program
 from millstream.testing.topologies import tls_server
 from tests.support.clocks import ManualClock
 from tests.support.processes import lives
-from tests.support.servers import install_package
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.cli]
@@ -232,6 +231,25 @@ def test_a_server_that_does_not_stop_in_order_is_killed(monkeypatch: pytest.Monk
         eventually(lambda: is_silent(server), "the script to run")
         server.stop()
     assert is_dead(pid)
+
+
+def test_a_server_that_dies_while_it_is_stopped_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = EmbeddedServer()
+    server.start()
+    process = server._process
+    assert process is not None
+    look = process.poll
+
+    def look_and_die() -> int | None:
+        monkeypatch.setattr(process, "poll", look)
+        code = look()
+        process.kill()
+        process.wait()
+        return code
+
+    monkeypatch.setattr(process, "poll", look_and_die)
+    server.stop()
+    assert not server.running
 
 
 def test_stopping_a_server_twice_is_harmless_and_using_a_stopped_server_is_an_error(server: EmbeddedServer) -> None:
@@ -455,77 +473,22 @@ def test_an_unusable_folder_is_a_clear_error(tmp_path: Path) -> None:
 # --- what can be wrong with redis-server and its configuration ---
 
 
-@pytest.fixture
-def no_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The Python package of a server is not installed."""
-    install_package(tmp_path / "hidden", None)
-    monkeypatch.syspath_prepend(tmp_path / "hidden")
-
-
-@pytest.mark.usefixtures("no_package")
-def test_the_error_of_a_missing_redis_server_names_both_ways_to_install_one(
+def test_the_check_of_an_append_only_file_takes_no_longer_than_the_start_may(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ServerError, match=r"no redis-server.*apt-get install redis-server.*pip install '\.\[server\]'"):
-        EmbeddedServer().start()
-
-
-def fake_server(folder: Path, answer: str, name: str = "redis-server") -> Path:
-    """A program that only knows its version."""
-    binary = folder / name
-    binary.write_text(f"#!/bin/sh\necho '{answer}'\n")
+    with EmbeddedServer(data_dir=tmp_path / "data") as server:
+        server.call("SET", "a", "1")
+    binary = tmp_path / "redis-server"
+    binary.write_text(
+        f'#!/bin/sh\ncase $1 in *.manifest) exec sleep 600;; esac\nexec {find_server_program().path} "$@"\n'
+    )
     binary.chmod(0o755)
-    return binary
-
-
-def test_a_server_on_path_is_preferred_to_that_of_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    install_package(tmp_path / "site", Path(find_server_program().path))
-    monkeypatch.syspath_prepend(tmp_path / "site")
-    valkey = fake_server(tmp_path, "Valkey server v=8.1.0 sha=00000000:1", "valkey-server")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert str(find_server_program()) == f"Valkey 8.1.0 ({valkey})"
-    redis_server = fake_server(tmp_path, "Redis server v=7.0.15 sha=00000000:0")
-    assert str(find_server_program()) == f"Redis 7.0.15 ({redis_server})"
-
-
-@pytest.mark.parametrize("on_path", ["", "Redis server v=6.0.16 sha=00000000:0"])
-def test_the_server_of_the_package_runs_without_a_usable_one_on_path(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, on_path: str
-) -> None:
-    real = find_server_program()
-    install_package(tmp_path / "site", Path(real.path))
-    monkeypatch.syspath_prepend(tmp_path / "site")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    if on_path:
-        fake_server(tmp_path, on_path)
-    with EmbeddedServer() as server:
-        assert server.call("PING") == b"PONG"
-        assert Path(server.program.path).is_relative_to(tmp_path / "site")
-        assert server.program.version == real.version
-
-
-@pytest.mark.usefixtures("no_package")
-@pytest.mark.parametrize(
-    ("answer", "accepted"),
-    [
-        ("Redis server v=6.0.16 sha=00000000:0 malloc=jemalloc-5.2.1 bits=64", False),
-        ("Redis server v=7.0.0 sha=00000000:0", True),
-        ("Redis server v=10.2.0 sha=00000000:0", True),
-        ("Valkey server v=7.2.5 sha=00000000:0", True),
-        ("something else altogether", False),
-    ],
-)
-def test_a_redis_server_older_than_7_0_is_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, answer: str, accepted: bool
-) -> None:
-    binary = fake_server(tmp_path, answer)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    if accepted:
-        assert find_server_program().path == str(binary)
-    else:
-        with pytest.raises(ServerError, match=r"needs Redis 7\.0 or newer.*apt-get install redis-server"):
-            find_server_program()
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        with pytest.raises(ServerError, match=r"append-only file .* was not checked in time"):
+            EmbeddedServer(data_dir=tmp_path / "data").start(timeout_ms=500)
+    with EmbeddedServer(data_dir=tmp_path / "data") as server:
+        assert server.call("GET", "a") == b"1"
 
 
 def test_the_error_of_a_refused_directive_quotes_redis() -> None:

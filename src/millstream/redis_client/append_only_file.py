@@ -10,32 +10,39 @@ import re
 import subprocess
 from pathlib import Path
 
+from millstream.errors import ServerError
+
 logger = logging.getLogger(__name__)
 
 _ANALYZED = re.compile(r"AOF analyzed: filename=(\S+), size=\d+, ok_up_to=(\d+)")
 _MULTI, _EXEC = b"*1\r\n$5\r\nMULTI\r\n", b"*1\r\n$4\r\nEXEC\r\n"
-_TIMEOUT_S = 600
 
 
-def drop_unfinished_transaction(program: str, folder: Path) -> None:
+def drop_unfinished_transaction(program: str, folder: Path, *, timeout_ms: float) -> None:
     """Remove a transaction without its end from the end of the append-only file of a server that does not run.
 
     * `program`: the server's; under the name `redis-check-aof` it checks the file instead
     * `folder`: the server's data folder
+    * `timeout_ms`: bounds the check of a file
 
-    Leaves every other fault of the file to the server, which says what to do.
+    Raises `ServerError` if the check takes longer. Leaves every other fault of the file to the server, which says what to do.
     """
     for manifest in folder.glob("*/*.manifest"):
         command = ["redis-check-aof", manifest.name]
-        checked = subprocess.run(
-            command,
-            executable=program,
-            cwd=manifest.parent,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            check=False,
-            timeout=_TIMEOUT_S,
-        )
+        try:
+            checked = subprocess.run(
+                command,
+                executable=program,
+                cwd=manifest.parent,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                check=False,
+                timeout=timeout_ms / 1000,
+            )
+        except subprocess.TimeoutExpired:
+            raise ServerError(
+                f"the append-only file {manifest} was not checked in time: allow its server more"
+            ) from None
         analyzed = _ANALYZED.findall(checked.stdout.decode(errors="replace"))
         if checked.returncode and analyzed:
             _drop_tail(manifest.parent / analyzed[-1][0], int(analyzed[-1][1]))

