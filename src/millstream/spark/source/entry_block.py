@@ -113,7 +113,8 @@ class EntryBlock:
         if len(found) == len(self) and (found >= self.bounds[:-1]).all() and (found < self.bounds[1:]).all():
             return self._values(self.starts[found + 1], self.ends[found + 1])  # each entry has it, once
         places = np.full(len(self), -1, np.int32)
-        places[np.searchsorted(self.bounds, found, side="right") - 1] = found + 1  # of several the last counts
+        entries = np.searchsorted(self.bounds, found, side="right") - 1
+        np.maximum.at(places, entries, (found + 1).astype(np.int32))  # of several the last counts
         absent = places < 0
         values = self._values(
             np.where(absent, self.id_ends, self.starts[places]), np.where(absent, self.id_ends, self.ends[places])
