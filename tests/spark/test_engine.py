@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -21,6 +22,7 @@ from millstream.spark.source.block_maker import BlockMaker
 from millstream.spark.source.options import Columns
 from millstream.spark.source.partition_reader import _BATCH_ROWS
 from millstream.spark.source.schema import default_schema
+from tests.support.calls import calls_of
 from tests.support.pipelines import Pipelines
 from tests.support.waiting import eventually
 
@@ -106,6 +108,15 @@ def test_each_partition_gets_its_share_of_the_buckets(pipelines: Pipelines, part
     found = Counter(row[0] for row in shuffle(frame, partitions).select(F.spark_partition_id()).collect())
     assert sum(found.values()) == buckets
     assert (len(found), max(found.values())) == (partitions, math.ceil(buckets / partitions))
+
+
+def test_a_shuffle_to_many_partitions_takes_no_more_calls_of_the_jvm_than_one_to_few(pipelines: Pipelines) -> None:
+    frame = blocks(pipelines, BlockMaker(b"k", 2)([("in", [(b"1-0", [b"k", b"a"])])]))
+    made = []
+    for count in (2, 100):
+        shuffle(frame, count)  # the first one asks Spark where it moves which number
+        made.append(calls_of(partial(shuffle, frame, count)).count("send_command"))
+    assert made[0] == made[1]
 
 
 def test_blocks_that_a_partition_gets_in_any_order_are_sorted(pipelines: Pipelines) -> None:

@@ -98,15 +98,15 @@ class Engine:
 
 def shuffle(frame: DataFrame, partitions: int) -> DataFrame:
     """Move whole buckets to so many partitions, about as many to each, and sort the blocks of each partition."""
-    if partitions not in _numbers:
-        _numbers[partitions] = _numbers_of_partitions(frame.sparkSession, partitions)
-    numbers = F.array(*map(F.lit, _numbers[partitions]))
-    frame = frame.repartition(partitions, numbers[(F.col("bucket") % partitions).cast("int")])
-    return frame.sortWithinPartitions(*SORT_COLUMNS)
+    if partitions not in _partition_texts:
+        numbers = ", ".join(map(str, _numbers_of_partitions(frame.sparkSession, partitions)))
+        # As one text: a column for each number would be a call of the JVM each, in every batch.
+        _partition_texts[partitions] = f"array({numbers})[cast(bucket % {partitions} as int)]"
+    return frame.repartition(partitions, F.expr(_partition_texts[partitions])).sortWithinPartitions(*SORT_COLUMNS)
 
 
-_numbers: dict[int, list[int]] = {}
-"""What `_numbers_of_partitions` has returned."""
+_partition_texts: dict[int, str] = {}
+"""In SQL, by the number of partitions: the number that moves a block to the partition of its bucket."""
 
 
 def _numbers_of_partitions(spark: SparkSession, count: int) -> list[int]:
