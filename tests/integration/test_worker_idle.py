@@ -12,6 +12,7 @@ from millstream.delivery.pause import Pause
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import hints_key
 from millstream.redis_client.key_tracking import KeyTracker
+from millstream.worker.fetching.hinted_key_fetcher import ReadyHints
 from millstream.worker.ordering.by_key import ByKey
 from millstream.worker.policy import WorkerPolicy
 from tests.support.clocks import ManualClock
@@ -21,6 +22,7 @@ from tests.support.workers import make, make_context
 pytestmark = [pytest.mark.worker, pytest.mark.keys]
 
 STREAMS = [f"s{number}" for number in range(60)]
+HOUR_MS = 3_600_000
 
 
 class IdleWorker:
@@ -115,6 +117,14 @@ def test_a_message_that_no_hint_reports_is_fetched_while_there_are_always_hints_
         worker.client.execute("RPUSH", hints_key("app", "handle"), "s1")
         worker.fetch()
     assert worker.in_flight() == ["s41"]
+
+
+def test_hints_that_no_worker_takes_expire(worker: IdleWorker) -> None:
+    hints = ReadyHints(worker.client, worker.context.handler)
+    hints.put("s1")
+    hints.publish()
+    assert worker.client.execute("LRANGE", hints.key, 0, -1) == [b"s1"]
+    assert 0 < worker.client.execute("PTTL", hints.key) <= HOUR_MS
 
 
 def test_a_message_is_fetched_even_if_key_tracking_reports_nothing(

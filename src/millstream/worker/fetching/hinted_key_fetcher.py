@@ -10,6 +10,7 @@ from millstream.delivery.keyed_stream import KeyedStream, LeaseResult
 from millstream.handlers.handler import Handler
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import from_wire, hints_key, to_wire
+from millstream.redis_client.pipelining import call_all
 from millstream.worker.changed_streams import ChangedStreams
 from millstream.worker.context import WorkerContext
 from millstream.worker.fetching.pipelined_key_fetcher import PipelinedKeyFetcher
@@ -18,6 +19,7 @@ from millstream.worker.timers import DelayQueue
 
 _AT_ONCE = 100
 _MOST_HINTS = 10_000
+_KEEP_HINTS_MS = 3_600_000
 _IDLE_POLL_MS_EACH = 2.5
 _SWEEP_MS_EACH = 5.0
 
@@ -41,7 +43,8 @@ class ReadyHints:
         """Report the added streams to the other workers. Raises RedisError."""
         if self._names:
             names, self._names = self._names, {}
-            if self._client.execute("RPUSH", self.key, *names) > _MOST_HINTS:
+            commands = (("RPUSH", self.key, *names), ("PEXPIRE", self.key, _KEEP_HINTS_MS))
+            if call_all(self._client, commands)[0] > _MOST_HINTS:
                 # The workers have more hints than enough.
                 self._client.execute("LTRIM", self.key, -_MOST_HINTS // 2, -1)
 
