@@ -2,9 +2,10 @@
 
 Figures without a number are for one stream; those that end in 16, 10000 and 100000 for as many streams, with 500,000
 entries in total. The raw loop over one stream is the faster of two, a bare socket with hiredis and a raw redis-py
-connection, 1,000 entries at a time; over many it reads 100 streams per round trip. Spark's time is everything from
-planning the query to its last row, with all columns, in a session that has run it before. Both are the best of several
-interleaved rounds. `python -m benchmarks.spark_read STREAMS [ENTRIES]` measures another number of streams alone.
+connection, 1,000 entries at a time; over many it reads 100 streams per round trip. Spark's time is that
+of writing a DataFrame, with all columns, in a session that has written it before: its first action has planned the
+read, which `benchmarks.spark_streams` measures. Both are the best of several interleaved rounds.
+`python -m benchmarks.spark_read STREAMS [ENTRIES]` measures another number of streams alone.
 """
 
 import json

@@ -61,7 +61,7 @@ def test_all_commands_of_a_moved_slot_are_sent_again_after_one_look_at_the_slots
     assert (counted(deployment) - before)["cluster|slots"] == 1
 
 
-def test_keys_of_a_slot_that_is_moving_are_found_at_both_nodes(deployment: Cluster, client: Client) -> None:
+def test_keys_of_a_slot_on_its_way_are_read_at_both_nodes(deployment: Cluster, client: Client) -> None:
     slot, source, target = slot_and_nodes(deployment, KEYS[0])
     move_slot(source, target, slot, finish=False)
     client.execute("SET", KEYS[0], "new")
@@ -70,7 +70,7 @@ def test_keys_of_a_slot_that_is_moving_are_found_at_both_nodes(deployment: Clust
     assert client.pipeline([("GET", key) for key in KEYS]) == [b"new", *(key.encode() for key in KEYS[1:])]
 
 
-def test_a_redirection_to_an_unknown_node_by_a_cluster_that_does_not_tell_its_slots_is_an_error_of_ours(
+def test_an_unreadable_slot_map_behind_a_redirection_to_an_unknown_node_is_an_error_of_ours(
     deployment: Cluster, client: Client
 ) -> None:
     slot, source, _ = slot_and_nodes(deployment, KEYS[0])

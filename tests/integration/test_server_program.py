@@ -98,7 +98,7 @@ def test_a_redis_server_older_than_7_0_is_refused(
     [
         ("", "does not run (Exec format error)"),
         ("#!/none\n", "does not run (No such file or directory)"),
-        ("#!/bin/sh\nexec sleep 600\n", "does not tell its version within"),
+        ("#!/bin/sh\nexec sleep 600\n", "does not report its version within"),
     ],
 )
 def test_a_redis_server_that_does_not_run_is_refused(

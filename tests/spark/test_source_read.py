@@ -59,6 +59,16 @@ def test_the_source_needs_no_registration_and_reads_several_streams_and_missing_
     assert frame.count() == 5
 
 
+def test_a_frame_keeps_the_entries_that_its_first_action_has_planned(bench: Bench) -> None:
+    bench.add("in", 2)
+    frame = bench.read("in")
+    bench.add("in", 1)
+    assert frame.count() == 3
+    bench.add("in", 1)
+    assert (frame.count(), len(frame.collect()), frame.select("id").count()) == (3, 3, 3)
+    assert bench.read("in").count() == 4
+
+
 def test_entries_that_were_redriven_to_a_handler_may_be_left_out(bench: Bench) -> None:
     bench.add_raw(
         "s", [["n", "0"], ["millstream.redrive", "app.handle", "n", "0"], ["n", "1", "millstream.redrive", "x"]]

@@ -44,7 +44,7 @@ def find_server_program() -> ServerProgram:
             unusable.append(f"{path} does not run ({error.strerror})")
             continue
         except subprocess.TimeoutExpired:
-            unusable.append(f"{path} does not tell its version within {_ANSWER_S} s")
+            unusable.append(f"{path} does not report its version within {_ANSWER_S} s")
             continue
         found = _VERSION.search(answer)
         if found and (int(found[2]), int(found[3])) >= OLDEST_VERSION:

@@ -43,7 +43,7 @@ class AsyncioReactor(Reactor):
         self._loop.call_later(delay_ms / 1000, self._run_round, action)
 
     def watch(self, connection: Selectable, *, writing: bool = False) -> None:
-        """Call `connection.ready` when there is something to read; `writing`: or when it can be written to."""
+        """Call `connection.on_ready` when there is something to read; `writing`: or when it can be written to."""
         descriptor = connection.fileno()
         self._loop.add_reader(descriptor, self._run_round, connection.on_ready)
         if writing:

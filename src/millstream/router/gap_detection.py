@@ -158,11 +158,6 @@ def _ordinal(result: ReadResult, counters: StreamCounters) -> int | None:
     if end == counters.last_generated or counters.first is None:  # no entry is left to read
         return counters.entries_added
     first = counters.first
-    if (
-        first is not None
-        and entries
-        and first == entries[0][0]
-        and id_as_numbers(counters.max_deleted) < id_as_numbers(first)
-    ):
+    if entries and first == entries[0][0] and id_as_numbers(counters.max_deleted) < id_as_numbers(first):
         return counters.removed + len(entries)
     return None if result.ordinal is None else result.ordinal + len(entries)

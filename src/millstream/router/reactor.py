@@ -78,7 +78,7 @@ class Reactor(ABC):
 
     @abstractmethod
     def watch(self, connection: Selectable, *, writing: bool = False) -> None:
-        """Call `connection.ready` when there is something to read; `writing`: or when it can be written to."""
+        """Call `connection.on_ready` when there is something to read; `writing`: or when it can be written to."""
 
     @abstractmethod
     def unwatch(self, connection: Selectable) -> None:
@@ -183,7 +183,7 @@ class ThreadReactor(Reactor):
         heappush(self._timers, (self.clock.monotonic_ms() + delay_ms, next(self._sequence), action))
 
     def watch(self, connection: Selectable, *, writing: bool = False) -> None:
-        """Call `connection.ready` when there is something to read; `writing`: or when it can be written to."""
+        """Call `connection.on_ready` when there is something to read; `writing`: or when it can be written to."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if writing else 0)
         try:
             self._selector.modify(connection.fileno(), events, connection)

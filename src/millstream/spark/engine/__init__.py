@@ -1,1 +1,1 @@
-"""The handler engine on Spark: one micro-batch from rows to committed effects."""
+"""The handler engine on Spark: one micro-batch from blocks to committed effects."""

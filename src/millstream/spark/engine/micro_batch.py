@@ -1,4 +1,4 @@
-"""Engine: the driver's side of the handler engine, from a micro-batch's rows to committed effects.
+"""Engine: the driver's side of the handler engine, from a micro-batch's blocks to committed effects.
 
 Every batch: shuffle blocks of messages by key (`key_blocks.py`), sort them by entry id, run the handler in the executors
 (`task.py`), then advance the committed offset of each stream to the end of the batch. Spark may repeat a batch, wholly or

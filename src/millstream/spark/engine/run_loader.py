@@ -1,4 +1,4 @@
-"""RunLoader: makes key runs of rows, and loads from Redis where each of them continues."""
+"""RunLoader: makes key runs of the messages of blocks, and loads from Redis where each of them continues."""
 
 import logging
 from collections import defaultdict, deque
@@ -64,7 +64,7 @@ class RunLoader:
         if handler.partitions is not None:
             self._migration = call(lambda: _partition_migration(client, handler))
 
-    # --- From rows to runs ---
+    # --- From blocks to runs ---
 
     def split_into_runs(self, portion: Portion) -> list[KeyRun]:
         """Make a run of the messages of each stream and key; each message without a key is a run of its own."""

@@ -59,7 +59,7 @@ class Job:
 
 
 class PartitionTask:
-    """Runs a handler over the sorted rows of one partition. `retried`: an earlier attempt of the task failed."""
+    """Runs a handler over the sorted blocks of one partition. `retried`: an earlier attempt of the task failed."""
 
     def __init__(self, job: Job, client: Client, *, retried: bool) -> None:
         self._handler = handler = job.handler

@@ -43,7 +43,8 @@ class TaskMetrics:
 @dataclass(frozen=True, kw_only=True)
 class Totals:
     """Totals over all tasks of a job: entries read, committed, dead, deferred (`deferred`); retries; refused commits;
-    runs that the limit of the handler refused (`limited`); entries committed behind a deferred one of another key (`head_of_line_avoided`).
+    runs that the limit of the handler refused (`limited`); entries committed behind a deferred one of another key
+    (`head_of_line_avoided`).
     """
 
     handler: str

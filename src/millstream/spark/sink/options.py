@@ -14,7 +14,6 @@ from millstream.spark.sink.write_options import WriteOptions
 
 Target = Literal["stream", "hash", "json"]
 FieldsAs = Literal["columns", "fields", "json"]
-Guarantee = Literal["exactly-once", "at-least-once"]
 
 _STREAM_NAMES = (
     "stream",

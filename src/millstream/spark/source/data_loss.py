@@ -79,10 +79,11 @@ class LossPolicy:
         """Raise DataLoss for `loss`, or log it and return."""
         if self._fail:
             raise DataLoss(
-                f"{loss}. To go on without them set failOnDataLoss=false (`millstream run`: --allow-data-loss), which counts losses in the log and reads "
-                "on at the next entry that is left (a recreated stream from its beginning); to avoid losses keep more "
-                "of the stream (MAXLEN, XTRIM) or run the query more often. If workers have processed these entries, nothing is "
-                "lost: start `millstream run` with a new --checkpoint and --from-committed"
+                f"{loss}. To go on without them set failOnDataLoss=false (`millstream run`: --allow-data-loss), which "
+                "counts losses in the log and reads on at the next entry that is left (a recreated stream from its "
+                "beginning); to avoid losses keep more of the stream (MAXLEN, XTRIM) or run the query more often. If "
+                "workers have processed these entries, nothing is lost: start `millstream run` with a new --checkpoint "
+                "and --from-committed"
             )
         start, reported = self._reported.get(loss.stream, (None, 0))
         count = loss.count or 0
@@ -123,6 +124,7 @@ def report_loss(text: str, *, fail: bool) -> None:
     """Raise DataLoss for entries that were lost before a task could read them, or, unless `fail`, log it."""
     if fail:
         raise DataLoss(
-            f"{text}. Keep more of the stream, or set failOnDataLoss=false (`millstream run`: --allow-data-loss) to count losses and go on"
+            f"{text}. Keep more of the stream, or set failOnDataLoss=false (`millstream run`: --allow-data-loss) to "
+            "count losses and go on"
         )
     logger.warning("%s", text)

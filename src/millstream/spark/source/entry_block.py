@@ -7,7 +7,7 @@ the bytes instead.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -168,8 +168,8 @@ def _write_headers(
     return sizes
 
 
-class RawEntries(Sequence[Entry]):
-    """The entries of one reply, in parts of blocks. Single entries are parsed when they are asked for."""
+class RawEntries:
+    """The entries of one reply, in parts of blocks. Entries are parsed when they are iterated over."""
 
     __slots__ = ("_count", "parts")
 
@@ -207,21 +207,18 @@ class RawEntries(Sequence[Entry]):
             for index, fields in enumerate(block.fields):
                 yield [block.id_of(index), fields]
 
-    @overload
-    def __getitem__(self, index: int) -> Entry: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Entry]: ...
-    def __getitem__(self, index: int | slice) -> Entry | list[Entry]:
-        return list(self)[index]
+
+Entries = Sequence[Entry] | RawEntries
+"""The entries of one reply."""
 
 
-def first_id(entries: Sequence[Entry]) -> bytes:
+def first_id(entries: Entries) -> bytes:
     """The id of the first of `entries`."""
     found: bytes = entries.first_id if isinstance(entries, RawEntries) else entries[0][0]
     return found
 
 
-def last_id(entries: Sequence[Entry]) -> bytes:
+def last_id(entries: Entries) -> bytes:
     """The id of the last of `entries`."""
     found: bytes = entries.last_id if isinstance(entries, RawEntries) else entries[-1][0]
     return found

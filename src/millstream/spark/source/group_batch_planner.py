@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 class GroupBatchPlanner:
     """Plans batches of `sharing.group`, fetched as `sharing.consumer` and spread over about `cores` tasks.
 
-    Every method may be repeated: call them through `Client.retry_while_unavailable`. Each raises StaleOwner once a newer run uses the
-    same consumer name, and DataLoss, with `failOnDataLoss`, for entries that are gone.
+    Every method may be repeated: call them through `Client.retry_while_unavailable`. Each raises StaleOwner once a
+    newer run uses the same consumer name, and DataLoss, with `failOnDataLoss`, for entries that are gone.
     """
 
     def __init__(

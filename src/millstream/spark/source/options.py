@@ -159,7 +159,8 @@ class SourceOptions:
         if self.group is None:
             raise ConfigError(
                 "a streaming query shows in a consumer group how far it is, so that trimming by groups, as `millstream "
-                'worker --trim` does it, keeps what it has not read: name one by option("group", NAME), for each query of a stream another, or "" to show no progress'
+                'worker --trim` does it, keeps what it has not read: name one by option("group", NAME), for each query '
+                'of a stream another, or "" to show no progress'
             )
 
     def check_batch(self) -> None:

@@ -15,10 +15,10 @@ import pyarrow.compute as pc
 
 from millstream.errors import ConfigError, DecodeError
 from millstream.spark.limits import MAX_LONG, MAX_TIMESTAMP_MS
-from millstream.spark.source.entry_block import Entry, EntryBlock, RawEntries
+from millstream.spark.source.entry_block import Entries, Entry, EntryBlock, RawEntries
 from millstream.spark.source.field_name_case import warn_of_other_case
 
-StreamEntries = tuple[str, Sequence[Entry]]
+StreamEntries = tuple[str, Entries]
 """Consecutive entries of one stream."""
 
 Fields = EntryBlock | list[list[bytes]]

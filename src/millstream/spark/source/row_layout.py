@@ -8,7 +8,7 @@ from pyspark.sql.types import StructType
 
 from millstream.redis_client.key_names import REDRIVE_FIELD, to_wire
 from millstream.spark.source.block_maker import BlockMaker
-from millstream.spark.source.entry_block import Entry, RawEntries
+from millstream.spark.source.entry_block import Entries, RawEntries
 from millstream.spark.source.options import Columns
 from millstream.spark.source.row_decoder import (
     BatchMaker,
@@ -40,7 +40,7 @@ def _without_redriven(runs: Sequence[StreamEntries]) -> list[StreamEntries]:
     return [(stream, _without(REDRIVE_FIELD, entries)) for stream, entries in runs]
 
 
-def _without(first_name: bytes, entries: Sequence[Entry]) -> Sequence[Entry]:
+def _without(first_name: bytes, entries: Entries) -> Entries:
     if isinstance(entries, RawEntries) and not entries.begins_with(first_name):
         return entries
     return [entry for entry in entries if entry[1][0] != first_name]

@@ -103,7 +103,7 @@ def is_default(columns: Columns, schema: StructType) -> bool:
 
 
 def meta_columns(schema: StructType) -> dict[str, str]:
-    """Map entries of META to the columns that show them in a user's schema."""
+    """Map names of ENTRY_COLUMNS to the columns that show them in a user's schema."""
     return {name: f"_{name}" for name in ENTRY_COLUMNS if f"_{name}" in schema.names}
 
 
@@ -123,7 +123,7 @@ def _refuse_lookalikes(schema: StructType) -> None:
 
 
 def shown_columns(columns: Columns, schema: StructType) -> dict[str, str]:
-    """Map entries of META to the columns that show them: {entry: column}."""
+    """Map names of ENTRY_COLUMNS to the columns that show them."""
     return (
         {name: name for name in ENTRY_COLUMNS if name in schema.names}
         if is_default(columns, schema)

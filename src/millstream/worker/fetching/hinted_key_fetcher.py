@@ -11,6 +11,7 @@ from millstream.handlers.handler import Handler
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import from_wire, hints_key, to_wire
 from millstream.redis_client.pipelining import call_all
+from millstream.redis_client.resp import Command
 from millstream.worker.changed_streams import ChangedStreams
 from millstream.worker.context import WorkerContext
 from millstream.worker.fetching.pipelined_key_fetcher import PipelinedKeyFetcher
@@ -43,8 +44,8 @@ class ReadyHints:
         """Report the added streams to the other workers. Raises RedisError."""
         if self._names:
             names, self._names = self._names, {}
-            commands = (("RPUSH", self.key, *names), ("PEXPIRE", self.key, _KEEP_HINTS_MS))
-            if call_all(self._client, commands)[0] > _MOST_HINTS:
+            push: Command = ("RPUSH", self.key, *names)
+            if call_all(self._client, [push, ("PEXPIRE", self.key, _KEEP_HINTS_MS)])[0] > _MOST_HINTS:
                 # The workers have more hints than enough.
                 self._client.execute("LTRIM", self.key, -_MOST_HINTS // 2, -1)
 
