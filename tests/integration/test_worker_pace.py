@@ -2,7 +2,6 @@
 
 import logging
 import threading
-from collections import Counter
 from contextlib import ExitStack
 from typing import Any
 
@@ -10,14 +9,13 @@ import pytest
 
 from millstream import Message, Retry
 from millstream.delivery.commit_store import CommitStore, reservation_size
-from millstream.delivery.rate_override import RateOverride
-from millstream.delivery.reliable_stream import ReliableStream
 from millstream.observability.health import Health
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
 from millstream.worker.in_flight import InFlight
 from tests.support.clocks import LeapClock
 from tests.support.commandline import call
+from tests.support.reservations import count_reservations
 from tests.support.waiting import FAIL_SAFE_S, eventually
 from tests.support.workers import (
     KEYS,
@@ -38,19 +36,6 @@ from tests.support.workers import (
 pytestmark = [pytest.mark.worker]
 
 # The rate
-
-
-def count_reservations(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Count how many messages of each stream the workers reserve from now on."""
-    reserved: Counter[str] = Counter()
-    reserve = ReliableStream.reserve_rate
-
-    def counted(stream: ReliableStream, rate: float, count: int, override: RateOverride | None) -> float | None:
-        reserved[stream.stream] += count
-        return reserve(stream, rate, count, override)
-
-    monkeypatch.setattr(ReliableStream, ReliableStream.reserve_rate.__name__, counted)
-    return reserved
 
 
 def came_no_faster(entries: list[Any], rate: float, began_ms: float) -> None:
