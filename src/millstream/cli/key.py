@@ -37,7 +37,7 @@ from millstream.cli.terminal import (
     print_text,
     truncate_on_screen,
 )
-from millstream.delivery.keyed_stream import queue_of_key
+from millstream.delivery.keyed_stream import NEARLY_FULL, queue_of_key
 from millstream.delivery.last_error import LastError
 from millstream.delivery.long_runs import read_long_runs
 from millstream.delivery.pause import Pause
@@ -93,7 +93,6 @@ _SKIP = _Verb(
     hint="none of its messages is queued",
     refusal="not skipped: none of its messages was queued",
 )
-_NEARLY_FULL = 0.8
 _WHY_CHARS, _ERROR_CHARS = 200, 120
 
 
@@ -296,7 +295,7 @@ def _print_pauses(pauses: Mapping[HandlerKeys, Pause]) -> None:
 def _print_nearly_full(places: Sequence[HandlerOnStream]) -> None:
     for place in places:
         queued, most = place.usage or (0, 1)
-        if queued >= _NEARLY_FULL * most:
+        if queued >= NEARLY_FULL * most:
             print_message(
                 f"{queued:,} messages of {escape(place.keys.stream)} are in key queues, of at most {most:,}: at the limit "
                 "no new key is read. Resolve the keys with most messages, or give the workers a greater --look-ahead"

@@ -353,7 +353,8 @@ def _ranges(name: str, at: Position, until: Position, info: StreamInfo) -> list[
     count = until.entries_added - at.entries_added
     if info.entries_removed:
         return [OffsetRange(name, at.id, until.id, count, count)] if count > 0 else []
-    # No entry ever came before the first one: guessed cuts are more even if they begin there.
+    # No entry ever came before the first one: guessed cuts are more even if they begin there. `EntryId.previous` of the
+    # first id of a millisecond has the greatest sequence number, among which the cuts would be lost.
     ms, seq = info.first_id
     after = max(at.id, EntryId(ms, seq - 1) if seq else EntryId(ms - 1, 0))
     return [OffsetRange(name, after, until.id, count, count, untouched=True)]

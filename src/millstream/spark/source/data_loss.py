@@ -65,6 +65,8 @@ def after_loss(start: Position, info: StreamInfo) -> Position:
 
 logger = logging.getLogger(__name__)
 
+_ALLOW = "set failOnDataLoss=false (`millstream run`: --allow-data-loss), which counts losses in the log"
+
 
 class LossPolicy:
     """Raises DataLoss, or logs: each loss once in this process, again if it grows, with the total so far."""
@@ -79,11 +81,10 @@ class LossPolicy:
         """Raise DataLoss for `loss`, or log it and return."""
         if self._fail:
             raise DataLoss(
-                f"{loss}. To go on without them set failOnDataLoss=false (`millstream run`: --allow-data-loss), which "
-                "counts losses in the log and reads on at the next entry that is left (a recreated stream from its "
-                "beginning); to avoid losses keep more of the stream (MAXLEN, XTRIM) or run the query more often. If "
-                "workers have processed these entries, nothing is lost: start `millstream run` with a new --checkpoint "
-                "and --from-committed"
+                f"{loss}. To go on at the next entry that is left (in a recreated stream at its beginning) {_ALLOW}; to "
+                "avoid losses keep more of the stream (MAXLEN, XTRIM) or run the query more often. If workers have "
+                "processed these entries, nothing is lost: start `millstream run` with a new --checkpoint and "
+                "--from-committed"
             )
         start, reported = self._reported.get(loss.stream, (None, 0))
         count = loss.count or 0
@@ -120,11 +121,8 @@ def recreated_stream_error(stream: str, committed_id: EntryId) -> DataLoss:
     )
 
 
-def report_loss(text: str, *, fail: bool) -> None:
-    """Raise DataLoss for entries that were lost before a task could read them, or, unless `fail`, log it."""
+def report_loss(text: str, *, fail: bool, then: str = "the entries that are left are read") -> None:
+    """Raise DataLoss for entries that were lost, or, unless `fail`, log it. `then`: what the query does without them."""
     if fail:
-        raise DataLoss(
-            f"{text}. Keep more of the stream, or set failOnDataLoss=false (`millstream run`: --allow-data-loss) to "
-            "count losses and go on"
-        )
-    logger.warning("%s", text)
+        raise DataLoss(f"{text}. To go on ({then}) {_ALLOW}")
+    logger.warning("%s; %s", text, then)

@@ -24,9 +24,9 @@ from pyspark.sql.datasource import (
 )
 
 from millstream.errors import ConfigError
-from millstream.model import ZERO_ID, EntryId
+from millstream.model import LAST_ID, ZERO_ID, EntryId
 from millstream.spark.limits import MAX_TIMESTAMP_MS
-from millstream.spark.source.read_range import MAX_UINT64, NameTest, ReadRange
+from millstream.spark.source.read_range import NameTest, ReadRange
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _EQUAL = (EqualTo, EqualNullSafe)
@@ -77,7 +77,7 @@ class ReadFilter(ReadRange):
         if shown == "timestamp" and isinstance(value, datetime) and value.tzinfo is not None:
             # A filter has microseconds, which may fall between the milliseconds of two ids.
             whole, rest = divmod((value - _EPOCH) // timedelta(microseconds=1), 1000)
-            self._intersect(ZERO_ID, EntryId(MAX_TIMESTAMP_MS, MAX_UINT64))
+            self._intersect(ZERO_ID, EntryId(MAX_TIMESTAMP_MS, LAST_ID.seq))
             self._compare_ms(condition, whole, whole + bool(rest))
             return True
         return False
@@ -94,9 +94,8 @@ class ReadFilter(ReadRange):
         first = {EqualTo: ceiling, EqualNullSafe: ceiling, GreaterThan: floor + 1, GreaterThanOrEqual: ceiling}
         last = {EqualTo: floor, EqualNullSafe: floor, LessThan: ceiling - 1, LessThanOrEqual: floor}
         kind = type(condition)
-        self._intersect(
-            EntryId(max(first.get(kind, 0), 0), 0), EntryId(min(last.get(kind, MAX_UINT64), MAX_UINT64), MAX_UINT64)
-        )
+        end = EntryId(min(last.get(kind, LAST_ID.ms), LAST_ID.ms), LAST_ID.seq)
+        self._intersect(EntryId(max(first.get(kind, 0), 0), 0), end)
 
     def _intersect(self, min_id: EntryId, max_id: EntryId) -> None:
         self.min_id = max(self.min_id, min_id)

@@ -9,12 +9,12 @@ import logging
 from collections.abc import Iterable, Mapping
 
 from millstream.clock import SYSTEM_CLOCK, Clock
-from millstream.errors import CommandFailed, ConfigError, DataLoss, GroupMissing, Unavailable
+from millstream.errors import CommandFailed, ConfigError, GroupMissing, Unavailable
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.spark.source.batch_limits import Advance, BatchLimits, NoAdvance
 from millstream.spark.source.claim_renewal import ClaimRenewal
 from millstream.spark.source.committed_offsets import CommittedOffsets
-from millstream.spark.source.data_loss import LossPolicy
+from millstream.spark.source.data_loss import LossPolicy, report_loss
 from millstream.spark.source.fair_shares import Rotation, divide
 from millstream.spark.source.group_batches import SCAN_START, Batches, PendingCounts
 from millstream.spark.source.group_offsets import GroupOffset
@@ -164,10 +164,11 @@ class GroupBatchPlanner:
         """Create the group on the streams that do not have it."""
         missing = {name: info for name, info in infos.items() if name not in positions}
         for name in missing.keys() & start.counts.keys():
-            self._report_loss(
+            report_loss(
                 f"the group {self._sharing.group!r} of stream {name!r} is gone, or the whole stream, and with it the "
                 "pending entries and the last delivered id",
-                "the query then reads the stream from its beginning",
+                fail=self._options.fail_on_data_loss,
+                then="the query then reads the stream from its beginning",
             )
         new = {name: info for name, info in missing.items() if info is not None}
         starts: Positions
@@ -296,11 +297,12 @@ class GroupBatchPlanner:
             record = records.get(name)
             size = record.size if record is not None and (record.token, record.batch) == (end.token, end.batch) else 0
             if size != count:
-                self._report_loss(
+                report_loss(
                     f"Redis has lost the ids of {count - size:,} of the {count:,} entries that batch {end.batch} has "
                     f"of stream {name!r}: it lost its last writes, its keys were deleted, or another checkpoint now "
                     f"uses the consumer {self._sharing.consumer!r}",
-                    "the batch has the entries that are left; the group delivers the others again",
+                    fail=self._options.fail_on_data_loss,
+                    then="the batch has the entries that are left; the group delivers the others again",
                 )
             if record is not None:
                 ids = self._batches.keys(name).ids(end.token, end.batch)
@@ -323,16 +325,12 @@ class GroupBatchPlanner:
     def _report_gone(self, gone: Mapping[str, int]) -> None:
         for name, count in gone.items():
             if count:
-                self._report_loss(
+                report_loss(
                     f"{count:,} pending entries of stream {name!r} were trimmed or deleted before they were read",
-                    "they are lost",
+                    fail=self._options.fail_on_data_loss,
+                    then="they are lost",
                 )
         self._batches.clear_reported(gone)
-
-    def _report_loss(self, what: str, consequence: str) -> None:
-        if self._options.fail_on_data_loss:
-            raise DataLoss(f"{what}. To go on ({consequence}) set failOnDataLoss=false, which logs the loss")
-        logger.warning("%s; %s", what, consequence)
 
 
 def _pack(portions: Iterable[GroupPartition], max_size: int) -> list[list[GroupPartition]]:

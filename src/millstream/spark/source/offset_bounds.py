@@ -7,13 +7,12 @@ from datetime import UTC, datetime
 from typing import Any, Literal, TypeVar, cast
 
 from millstream.errors import ConfigError
-from millstream.model import ZERO_ID, EntryId
+from millstream.model import EntryId
 from millstream.redis_client.formats import format_time
 from millstream.spark.option_parser import OptionParser, suggestion
 
 BoundWord = Literal["earliest", "latest", "group", "committed"]
 
-_MAX_SEQ = 2**64 - 1
 _LIKE_SECONDS = range(10**9, 10**10)
 """Numbers that are times early in 1970 as milliseconds, and times since 2001 as seconds."""
 T = TypeVar("T")
@@ -28,7 +27,7 @@ class Timestamp:
     @property
     def last_id_before(self) -> EntryId:
         """The greatest id of an older entry."""
-        return EntryId(self.ms - 1, _MAX_SEQ) if self.ms > 0 else ZERO_ID
+        return EntryId(max(self.ms, 0), 0).previous()
 
 
 Bound = BoundWord | EntryId | Timestamp

@@ -2,10 +2,8 @@
 
 from collections.abc import Callable
 
-from millstream.model import ZERO_ID, EntryId
+from millstream.model import LAST_ID, ZERO_ID
 from millstream.spark.source.offsets import Position, Positions
-
-MAX_UINT64 = 2**64 - 1
 
 NameTest = Callable[[str], bool]
 
@@ -15,7 +13,7 @@ class ReadRange:
 
     def __init__(self) -> None:
         self.min_id = ZERO_ID
-        self.max_id = EntryId(MAX_UINT64, MAX_UINT64)
+        self.max_id = LAST_ID
         self.tests: list[NameTest] = []
 
     def accepts(self, stream: str) -> bool:
@@ -24,14 +22,7 @@ class ReadRange:
 
     def narrow(self, start: Positions, end: Positions) -> tuple[Positions, Positions]:
         """Return the part of the ranges from `start` to `end` that is in this one."""
-        after = _before(self.min_id)
+        after = self.min_id.previous()
         starts = {name: at if at.id >= after else Position(after, None) for name, at in start.items()}
         ends = {name: at if at.id <= self.max_id else Position(self.max_id, None) for name, at in end.items()}
         return starts, {name: at for name, at in ends.items() if name in starts}
-
-
-def _before(entry_id: EntryId) -> EntryId:
-    ms, seq = entry_id
-    if seq:
-        return EntryId(ms, seq - 1)
-    return EntryId(ms - 1, MAX_UINT64) if ms else ZERO_ID

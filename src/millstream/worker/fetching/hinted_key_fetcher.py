@@ -14,15 +14,13 @@ from millstream.redis_client.pipelining import call_all
 from millstream.redis_client.resp import Command
 from millstream.worker.changed_streams import ChangedStreams
 from millstream.worker.context import WorkerContext
-from millstream.worker.fetching.pipelined_key_fetcher import PipelinedKeyFetcher
+from millstream.worker.fetching.pipelined_key_fetcher import AT_ONCE, SWEEP_MS_EACH, PipelinedKeyFetcher
 from millstream.worker.fetching.poll_wait import POLL_MS, PollWait
 from millstream.worker.timers import DelayQueue
 
-_AT_ONCE = 100
 _MOST_HINTS = 10_000
 _KEEP_HINTS_MS = 3_600_000
 _IDLE_POLL_MS_EACH = 2.5
-_SWEEP_MS_EACH = 5.0
 
 
 class ReadyHints:
@@ -94,7 +92,7 @@ class HintedKeyFetcher(PipelinedKeyFetcher):
 
     def _receive_ready(self, now_ms: float) -> None:
         super()._receive_ready(now_ms)
-        for name in self._hints.receive(min(self._keys_each, _AT_ONCE)):
+        for name in self._hints.receive(min(self._keys_each, AT_ONCE)):
             self._delay_queue.put(name, now_ms)
 
     def _affordable(self, due: Sequence[str], now_ms: float) -> list[KeyedStream]:
@@ -106,7 +104,7 @@ class HintedKeyFetcher(PipelinedKeyFetcher):
         name = stream.stream
         if leased.leases or leased.wait_ms is not None:
             # Leases of other workers may expire meanwhile, too.
-            sweep_ms = max(self._policy.sweep_ms, _SWEEP_MS_EACH * len(self._active))
+            sweep_ms = max(self._policy.sweep_ms, SWEEP_MS_EACH * len(self._active))
             self._active[name] = self._context.keys_of(name).notify
             self._delay_queue.put(name, now_ms + min(sweep_ms, inf if leased.wait_ms is None else leased.wait_ms))
         else:
@@ -141,7 +139,7 @@ class HintedKeyFetcher(PipelinedKeyFetcher):
             self._changes_due_ms = now_ms + self._policy.sweep_ms
             for name in self._changed.find(list(self._streams)):
                 self._idle.put(name, now_ms)
-        due = self._idle.pop_due(now_ms, _AT_ONCE)
+        due = self._idle.pop_due(now_ms, AT_ONCE)
         names = [name for name in due if name in self._streams and name not in self._active]
         found = False
         for name, reply in self._changed.exists(names):

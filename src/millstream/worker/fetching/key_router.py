@@ -4,7 +4,7 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 
-from millstream.delivery.keyed_stream import KeyedStream
+from millstream.delivery.keyed_stream import NEARLY_FULL, KeyedStream
 from millstream.errors import AccessDenied, Unavailable, WrongType
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import from_wire
@@ -22,7 +22,6 @@ _ROUTED_AT_ONCE = 4_000
 _WARN_AFTER_FAILURES = 10
 _POLL_MS_EACH = 20.0
 _OTHERS_MS = 50.0
-_NEARLY_FULL = 0.8
 
 
 class KeyRouter:
@@ -157,7 +156,7 @@ class KeyRouter:
         most = self._policy.look_ahead
         for stream in mine:
             name, share, label = stream.stream, stream.pending_count / most, self._context.keys_of(stream.stream).label
-            if share < _NEARLY_FULL:
+            if share < NEARLY_FULL:
                 self._nearly_full.discard(name)
                 self._full.discard(name)
                 continue

@@ -12,8 +12,8 @@ from millstream.worker.fetching.key_fetcher import LeaseFetcher
 from millstream.worker.stream_exclusion import exclude_on_error
 from millstream.worker.timers import DelayQueue
 
-_AT_ONCE = 100
-_SWEEP_MS_EACH = 5.0
+AT_ONCE = 100
+SWEEP_MS_EACH = 5.0
 _FOREIGN_LEASE_MS = 100.0
 
 
@@ -40,7 +40,7 @@ class PipelinedKeyFetcher(LeaseFetcher):
         due = (
             [self._with_oversized.pop()]
             if self._with_oversized
-            else self._delay_queue.pop_due(now_ms, min(room, _AT_ONCE))
+            else self._delay_queue.pop_due(now_ms, min(room, AT_ONCE))
         )
         if not due:
             self._block(now_ms)
@@ -103,7 +103,7 @@ class PipelinedKeyFetcher(LeaseFetcher):
             self._in_flight.oversized_bytes = leased.unfit_bytes
             self._with_oversized.append(stream.stream)
             return self._add_in_flight(stream, leased)
-        wait_ms = max(self._policy.sweep_ms, _SWEEP_MS_EACH * len(self._streams))
+        wait_ms = max(self._policy.sweep_ms, SWEEP_MS_EACH * len(self._streams))
         if not leased.leases and leased.wait_ms is not None:
             # The former owner may be about to end its lease, and then no notification reaches this worker.
             wait_ms = min(wait_ms, leased.wait_ms, max(_FOREIGN_LEASE_MS, len(self._streams)))
