@@ -134,3 +134,10 @@ def test_a_subscriber_that_drops_the_oldest_stays_within_its_limits_and_counts_t
         assert isinstance(one, int) or one == f"{at}-0"
     assert at == number - 1
     assert (found.held, found.held_bytes) == (0, 0)
+
+
+def test_what_was_freed_is_counted_again_and_again_so_that_it_takes_no_memory() -> None:
+    budget = Budget(PLENTY)
+    for _ in range(10_000):
+        batch(budget, 10)
+    assert len(budget._freed) < 1_000

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from millstream.router.gap_detection import Entry
 
+_MOST_FREED = 500
 LEAST_BYTES = 16 * 1024
 """Limit of a buffer, and of a reply, while the budget is spent: smaller steps only cost more."""
 
@@ -34,13 +35,15 @@ class Budget:
     def add(self, size: int) -> None:
         """Add bytes that are held from now on."""
         self._held += size
-        if self._held >= self.max_bytes and not self.spent:
+        if len(self._freed) >= _MOST_FREED or (self._held >= self.max_bytes and not self.spent):
             self.update()
 
     def update(self) -> int:
         """Update `spent`; returns the bytes held."""
-        while self._freed:
-            self._held -= self._freed.popleft()
+        held, next_freed = self._held, self._freed.popleft
+        for _ in range(len(self._freed)):
+            held -= next_freed()
+        self._held = held
         if self._held >= self.max_bytes:
             self.spent = True
         elif self._held < self.max_bytes // 4 * 3:

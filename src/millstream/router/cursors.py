@@ -146,18 +146,13 @@ class CursorTable:
         batch = Batch(entries, self.budget)
         full = []
         for buffer in cursor.buffers:
-            first = 0
-            if buffer.skip is not None:
-                limit = id_as_numbers(buffer.skip)
-                first = sum(id_as_numbers(entry[0]) <= limit for entry in entries)
-                if first == len(entries):
-                    continue
-                buffer.skip = None
-            part = batch.part(first, len(entries)) if first else batch
+            part = batch if buffer.skip is None else _unskipped(buffer, batch)
+            if part is None:
+                continue
             if buffer.fits(part):
                 buffer.put(part)
             else:
-                full.append((buffer, first))
+                full.append((buffer, len(batch) - len(part)))
             if buffer.waker is not None:
                 self._callbacks.wake(buffer)
         if cursor.anchor is None:
@@ -229,3 +224,13 @@ class CursorTable:
             buffer.cursor = own
         self._late.setdefault(own.key, []).append(own)
         return own
+
+
+def _unskipped(buffer: SubscriberBuffer, batch: Batch) -> Batch | None:
+    """The part of the batch after the id that the buffer skips up to."""
+    limit = id_as_numbers(buffer.skip or ZERO)
+    first = sum(id_as_numbers(entry_id) <= limit for entry_id, _ in batch.entries)
+    if first == len(batch):
+        return None
+    buffer.skip = None
+    return batch.part(first, len(batch)) if first else batch

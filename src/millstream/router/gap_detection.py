@@ -6,6 +6,7 @@ counters of XINFO STREAM (Redis 7.0: entries-added, length, max-deleted-entry-id
 unread, and nearly always whether it is still the same stream: two histories may end in the same counters.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -82,7 +83,7 @@ class ReadResult:
     ordinal: int | None
     proven: bool
     present: bool
-    entries: list[Entry]
+    entries: Sequence[Entry]
     full: bool
 
 

@@ -1,5 +1,6 @@
 """NodeReader: reads the streams of one server: its connection, its stream reader, and its source of changes."""
 
+from dataclasses import replace
 from typing import Any
 
 from millstream.observability import metrics as m
@@ -70,7 +71,7 @@ class NodeReader:
         self.stream_reader = StreamReader(
             self.connection,
             cursors,
-            callbacks,
+            callbacks if self._pool is not None else replace(callbacks, on_read=None),
             streams=settings.read.streams,
             count=settings.read.count,
             reply_bytes=settings.read.reply_bytes,

@@ -122,12 +122,13 @@ class ClusterNodes:
         return node_reader
 
     def _flush(self) -> None:
-        self._update_budget()
+        if self._cursors.budget.spent:
+            self._update_budget()
         for node_reader in self._readers.values():
             node_reader.flush()
 
     def _on_read(self, cursor: Cursor) -> None:
-        if self.reader == "pool" and (node_reader := self._reader_of(cursor.key)) is not None:
+        if (node_reader := self._reader_of(cursor.key)) is not None:
             node_reader.watch(cursor)
 
     def _read_at(self, node: Node, cursors: list[Cursor]) -> None:

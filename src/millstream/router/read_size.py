@@ -49,14 +49,17 @@ class ReadSize:
 
     def count(self, cursors: Collection[Cursor], careful: Iterable[Cursor]) -> int:
         """How many entries of each stream to request; the counters of those in `careful` are requested too."""
-        if not all(cursor.size_log2 for cursor in cursors):
-            return 1
+        total = 0
+        for cursor in cursors:
+            if not cursor.size_log2:
+                return 1
+            total += 1 << cursor.size_log2
         room = self.max_bytes - _ENDS * sum(map(self.entry_bytes, careful))
-        return max(1, min(self._count, room // sum(map(self.entry_bytes, cursors))))
+        return max(1, min(self._count, room // total))
 
     def learn(self, cursors: Iterable[Cursor]) -> None:
         """Update the size estimate from cursors just read."""
-        self._size_log2 = max(self._size_log2 - 1, *(cursor.size_log2 for cursor in cursors), 1)
+        self._size_log2 = max([self._size_log2 - 1, *[cursor.size_log2 for cursor in cursors], 1])
 
     def on_break(self) -> None:
         """A connection ended with requests in flight: by chance, unless it happens again soon."""

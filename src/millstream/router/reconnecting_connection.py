@@ -94,12 +94,13 @@ class ReconnectingConnection:
 
         It is not called if the connection breaks before.
         """
-        if self._resp is None:
+        resp = self._resp
+        if resp is None:
             return
         if not self._in_flight:
             self._last_reply_ms = self._reactor.clock.monotonic_ms()
         self._in_flight.append((len(commands), on_reply))
-        self._or_reconnect(lambda resp: resp.send(commands))
+        self._or_reconnect(resp, resp.send, commands)
 
     def close(self) -> None:
         """Close it for good."""
@@ -114,8 +115,9 @@ class ReconnectingConnection:
 
     def on_ready(self) -> None:
         """Read the replies that have arrived, and send what is unsent."""
-        if self._resp is not None and self._resp.has_unsent:
-            self._or_reconnect(lambda resp: resp.flush())
+        resp = self._resp
+        if resp is not None and resp.has_unsent:
+            self._or_reconnect(resp, resp.flush)
         for _ in range(_MOST_CHUNKS):
             if self._read_chunk() < CHUNK_BYTES:
                 return
@@ -181,13 +183,10 @@ class ReconnectingConnection:
         self.up = True
         self._events.on_up()
 
-    def _or_reconnect(self, action: Callable[[RespConnection], None]) -> None:
-        resp = self._resp
-        if resp is None:
-            return
+    def _or_reconnect(self, resp: RespConnection, action: Callable[..., None], *arguments: object) -> None:
         clogged = resp.has_unsent
         try:
-            action(resp)
+            action(*arguments)
         except Unavailable as error:
             self._on_broken(error, closed_by_server=True)
             return

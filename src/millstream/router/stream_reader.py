@@ -9,7 +9,8 @@ them only while no other request is in flight.
 import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import islice
+from itertools import chain, islice
+from operator import attrgetter
 from typing import Any
 
 from millstream.errors import AccessDenied, CommandFailed, Unavailable, WrongType
@@ -40,6 +41,7 @@ _MANY, _PAUSE_MS = 32, 10.0
 _RECOVER_MS = 10_000.0
 _UNBAR_AFTER_MS = 60_000.0
 _CHANGED, _UNREPORTED, _SUSPECTS = range(3)
+_IS_ISOLATED = attrgetter("isolated")
 
 
 class StreamReader:
@@ -96,19 +98,21 @@ class StreamReader:
 
     def flush(self) -> None:
         """Send the requests that may be sent now."""
-        if not self._connection.up:
+        queues, in_flight = self._queues, self._in_flight
+        if not any(queues) or not self._connection.up:
             return
-        if self._queues[_SUSPECTS] and not any(self._in_flight):
+        if queues[_SUSPECTS] and not any(in_flight):
             self._send_next(_SUSPECTS)
-        if self._queues[_SUSPECTS] or self._in_flight[_SUSPECTS]:
+        if queues[_SUSPECTS] or in_flight[_SUSPECTS]:
             return
-        for queue in (self._next_queue, _UNREPORTED - self._next_queue):
-            if self._read_size.cautious and any(self._in_flight):
+        first = self._next_queue
+        for queue in (first, _UNREPORTED - first):
+            if not queues[queue] or in_flight[queue] is not None or (self._paused and queue == _CHANGED):
+                continue
+            if not self._connection.up or (self._read_size.cautious and any(in_flight)):
                 return
-            held_back = self._paused and queue == _CHANGED
-            if self._queues[queue] and self._in_flight[queue] is None and self._connection.up and not held_back:
-                self._next_queue = _UNREPORTED - queue  # the other queue goes first next time
-                self._send_next(queue)
+            self._next_queue = _UNREPORTED - queue  # the other queue goes first next time
+            self._send_next(queue)
 
     def reset(self, *, closed_by_server: bool = False) -> None:
         """The connection broke: forget every queue and request.
@@ -125,7 +129,7 @@ class StreamReader:
             cursor.queued = False
         for queue in self._queues:
             queue.clear()
-        self._in_flight = [None, None, None]
+        self._in_flight[:] = None, None, None
         self._one_off.clear()
         self._interrupted = [*in_flight, *queued] or self._interrupted
         if closed_by_server and suspected:
@@ -149,16 +153,10 @@ class StreamReader:
     # Requests
 
     def _send_next(self, queue: int) -> None:
-        groups: dict[Any, list[Cursor]] = {}
-        for cursor in self._dequeue(queue):  # on Redis Cluster a command holds one slot
-            group = cursor if cursor.isolated else slot_of(cursor.key) if self._by_slot else None
-            if group in groups:
-                groups[group].append(cursor)
-            else:
-                groups[group] = [cursor]
-        if not groups:
+        cursors = self._dequeue(queue)
+        if not cursors:
             return
-        request = self._request(list(groups.values()), queue=queue)
+        request = self._request(self._groups(cursors), queue=queue)
         self._in_flight[queue] = request
         commands = self._commands(request)
         if queue == _SUSPECTS and self._oversized.isolated(request.cursors[0]):
@@ -184,9 +182,9 @@ class StreamReader:
         else:
             self._on_replies(request, replies)
 
-    def _dequeue(self, queue: int) -> Iterable[Cursor]:
+    def _dequeue(self, queue: int) -> list[Cursor]:
         """Dequeue the cursors of the next request."""
-        pending = self._queues[queue]
+        pending, suspecting = self._queues[queue], self._oversized.active
         most, room = self._max_streams, self._read_size.share_bytes
         if queue == _SUSPECTS:
             most = min(most, *map(self._oversized.group_size, islice(pending, most)))
@@ -198,7 +196,7 @@ class StreamReader:
                 requeued.append(cursor)
                 continue
             cursor.queued = False
-            if self._oversized.active and self._oversized.is_barred(cursor):
+            if suspecting and self._oversized.is_barred(cursor):
                 self._cursors.end_cursor(cursor, self._oversized_error(cursor))
             elif cursor.buffers and not cursor.paused:
                 cursor.in_flight = True
@@ -207,20 +205,31 @@ class StreamReader:
             elif not cursor.buffers:
                 self._oversized.forget(cursor)
         pending.extend(requeued)
-        return chosen.values()
+        return list(chosen.values())
+
+    def _groups(self, cursors: list[Cursor]) -> list[list[Cursor]]:
+        """The cursors of each command: on Redis Cluster a command holds one slot."""
+        if not self._by_slot and not any(map(_IS_ISOLATED, cursors)):
+            return [cursors]
+        groups: dict[Any, list[Cursor]] = {}
+        for cursor in cursors:
+            group = cursor if cursor.isolated else slot_of(cursor.key) if self._by_slot else None
+            groups.setdefault(group, []).append(cursor)
+        return list(groups.values())
 
     def _request(self, groups: list[list[Cursor]], *, queue: int | None) -> Request:
-        request = Request(groups=groups, with_counters=[], count=0, queue=queue)
-        request.with_counters = [cursor for cursor in request.cursors if cursor.needs_counters]
-        request.count = self._read_size.count(request.cursors, request.with_counters) + 1  # plus the last delivered one
-        return request
+        cursors = groups[0] if len(groups) == 1 else list(chain.from_iterable(groups))
+        with_counters = [cursor for cursor in cursors if cursor.needs_counters]
+        count = self._read_size.count(cursors, with_counters) + 1  # plus the last delivered one
+        return Request(cursors=cursors, groups=groups, with_counters=with_counters, count=count, queue=queue)
 
     def _commands(self, request: Request) -> list[Command]:
         commands: list[Command] = []
         for group in request.groups:
             ids = [c.last if c.last == NEWEST else id_before(c.last) for c in group]
             commands.append(("XREAD", "COUNT", request.count, "STREAMS", *[c.key for c in group], *ids))
-        return commands + [("XINFO", "STREAM", cursor.key) for cursor in request.with_counters]
+        commands += [("XINFO", "STREAM", cursor.key) for cursor in request.with_counters]
+        return commands
 
     # Replies
 
@@ -229,32 +238,48 @@ class StreamReader:
             self._in_flight[request.queue] = None
         else:
             self._one_off.remove(request)
-        counter_replies = replies[len(request.groups) :]
-        counters = dict(zip(request.with_counters, map(counters_of, counter_replies), strict=True))
-        for cursor, reply in zip(request.with_counters, counter_replies, strict=True):
-            if isinstance(reply, AccessDenied):
-                self._cursors.end_cursor(cursor, reply)
+        counters = self._counters(request, replies) if request.with_counters else {}
         self._unchanged = 0
         for group, reply in zip(request.groups, replies, strict=False):
-            for cursor in group:
-                cursor.in_flight = False
-                if self._oversized.active:
-                    self._oversized.on_reply(cursor)
             if isinstance(reply, Exception):
+                self._on_answered(group)
                 self._on_error(group, reply)
-                continue
-            streams = reply if isinstance(reply, dict) else dict(reply or ())
-            for cursor in group:
-                cursor.isolated = False
-                entries = streams.get(cursor.key, [])
-                if cursor.buffers and not cursor.paused:
-                    self._process(cursor, entries, request.count, counters.get(cursor))
-                if cursor.stale:
-                    cursor.stale = False
-                    self.schedule(cursor, changed=True)
+            else:
+                self._on_streams(group, reply if isinstance(reply, dict) else dict(reply or ()), request, counters)
         self._read_size.learn(request.cursors)
         if request.queue == _CHANGED and self._unchanged >= _MANY and 2 * self._unchanged > len(request.cursors):
             self._pause()
+
+    def _counters(self, request: Request, replies: list[Any]) -> dict[Cursor, StreamCounters | None]:
+        counter_replies = replies[len(request.groups) :]
+        for cursor, reply in zip(request.with_counters, counter_replies, strict=True):
+            if isinstance(reply, AccessDenied):
+                self._cursors.end_cursor(cursor, reply)
+        return dict(zip(request.with_counters, map(counters_of, counter_replies), strict=True))
+
+    def _on_answered(self, group: Iterable[Cursor]) -> None:
+        for cursor in group:
+            cursor.in_flight = False
+        if self._oversized.active:
+            for cursor in group:
+                self._oversized.on_reply(cursor)
+
+    def _on_streams(
+        self,
+        group: Iterable[Cursor],
+        streams: dict[bytes, list[Entry]],
+        request: Request,
+        counters: dict[Cursor, StreamCounters | None],
+    ) -> None:
+        self._on_answered(group)
+        for cursor in group:
+            cursor.isolated = False
+            if cursor.buffers and not cursor.paused:
+                found = streams.get(cursor.key, ())
+                self._process(cursor, found, request.count, counters.get(cursor))
+            if cursor.stale:
+                cursor.stale = False
+                self.schedule(cursor, changed=True)
 
     # Streams whose reply ends connections
 
@@ -303,33 +328,45 @@ class StreamReader:
     def _unpause(self) -> None:
         self._paused = False
 
-    def _process(self, cursor: Cursor, found: list[Entry], count: int, counters: StreamCounters | None) -> None:
+    def _process(self, cursor: Cursor, found: Sequence[Entry], count: int, counters: StreamCounters | None) -> None:
         """Process one stream of a reply: `found` should begin with the last entry delivered."""
-        if cursor.last == NEWEST:
-            self._start_at_end(cursor, counters)
+        if found and found[0][0] == cursor.last and not cursor.needs_counters:  # the usual case: nothing to check
+            if len(found) > 1:
+                self._cursors.deliver(cursor, found[1:])
+            else:
+                self._unchanged += 1
+        elif not self._process_unproven(cursor, found, full=len(found) >= count, counters=counters):
             return
-        full = len(found) >= count
-        still_there = bool(found) and found[0][0] == cursor.last
-        entries = found[1:] if still_there else found
-        present = still_there or cursor.last == ZERO
-        if counters is not None and cursor.needs_counters:
-            if not self._check_gap(
-                cursor, ReadResult(cursor.last, cursor.ordinal, cursor.proven, present, entries, full), counters
-            ):
-                return
-        elif not present or (entries and cursor.last == ZERO and cursor.ordinal is not None):
-            cursor.needs_counters = True  # entries may have been trimmed meanwhile: read again, with counters
-            self.schedule(cursor, changed=True)
-            return
-        elif entries:
-            self._cursors.deliver(cursor, entries)
-        else:
-            self._unchanged += 1
-        if full:
+        if len(found) >= count:
             self.schedule(cursor)
             return
         self._cursors.promote(cursor)
-        self._callbacks.on_read(cursor)
+        if self._callbacks.on_read is not None:
+            self._callbacks.on_read(cursor)
+
+    def _process_unproven(
+        self, cursor: Cursor, found: Sequence[Entry], *, full: bool, counters: StreamCounters | None
+    ) -> bool:
+        """Process a read where entries may be missing before `found`; False if the stream must be read again."""
+        if cursor.last == NEWEST:
+            self._start_at_end(cursor, counters)
+            return False
+        still_there = bool(found) and found[0][0] == cursor.last
+        entries = tuple(found[1:] if still_there else found)
+        present = still_there or cursor.last == ZERO
+        if counters is not None and cursor.needs_counters:
+            return self._check_gap(
+                cursor, ReadResult(cursor.last, cursor.ordinal, cursor.proven, present, entries, full), counters
+            )
+        if not present or (entries and cursor.last == ZERO and cursor.ordinal is not None):
+            cursor.needs_counters = True  # entries may have been trimmed meanwhile: read again, with counters
+            self.schedule(cursor, changed=True)
+            return False
+        if entries:
+            self._cursors.deliver(cursor, entries)
+        else:
+            self._unchanged += 1
+        return True
 
     def _check_gap(self, cursor: Cursor, result: ReadResult, counters: StreamCounters) -> bool:
         """Deliver a read that came with counters; False if the stream must be read again."""

@@ -208,13 +208,12 @@ class SubscriberBuffer:
             following = self.batches.pop(0)
             if not isinstance(following, Batch):
                 return following
-            batch, at = self.batch, self.index = following, 0
+            batch, at = following, 0
         entries = batch.entries
-        self.index = at + 1
-        if at + 1 == len(entries):
-            self.batch = None
+        left = len(entries) - at - 1
+        self.batch, self.index = batch if left else None, at + 1
         self.removed_count += 1
-        self.removed_bytes += batch.sizes[at]
+        self.removed_bytes += batch.sizes[at] if left or at else batch.size
         entry_id, pairs = entries[at]
         return Message(self.stream, entry_id.decode(), pairs)
 
