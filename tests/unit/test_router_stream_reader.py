@@ -51,7 +51,8 @@ class Bench:
         self.link = RecordingLink()
         self.timers: list[tuple[float, Callable[[], None]]] = []
         budget = Budget(1 << 30)
-        buffer = CursorTable(CursorCallbacks(schedule=self._want, wake=lambda inbox: None), NO_METRICS, budget)
+        wakes = CursorCallbacks(schedule=self._want, wake=lambda inbox: None)
+        self.table = buffer = CursorTable(wakes, NO_METRICS, budget)
         calls = ReaderCallbacks(
             on_read=lambda cursor: None,
             schedule=self._want,
@@ -231,3 +232,11 @@ def test_a_connection_that_timed_out_makes_no_stream_suspected() -> None:
         bench.reader.flush()
     assert bench.inboxes[0].ending is None
     assert not bench.timers
+
+
+@pytest.mark.parametrize("reply", [{b"s": [[b"1-0", []]]}, None])
+def test_every_reply_counts_as_a_read_for_the_sweep(reply: Any) -> None:
+    bench = Bench(b"s")
+    bench.table.step = 7
+    bench.link.answer(reply, info(1))
+    assert bench.cursor().read_step == 7

@@ -30,7 +30,7 @@ class CursorCallbacks:
 
 
 class CursorTable:
-    """All cursors, by stream."""
+    """All cursors, by stream. `step`: the number of the current step of the sweep."""
 
     def __init__(self, callbacks: CursorCallbacks, metrics: Metrics, budget: Budget) -> None:
         self.budget = budget
@@ -39,6 +39,7 @@ class CursorTable:
         self._live: dict[bytes, Cursor] = {}
         self._late: dict[bytes, list[Cursor]] = {}
         self.subscriptions = 0
+        self.step = 0
 
     def __len__(self) -> int:
         return len(self._live) + sum(key not in self._live for key in list(self._late))

@@ -18,11 +18,11 @@ from millstream.router.reactor import Reactor
 from millstream.router.read_request import ReaderCallbacks
 from millstream.router.reconnecting_connection import ConnectionEvents
 from millstream.router.subscriber_buffer import Cursor
+from millstream.router.sweep import STEP_MS, Sweep
 
 logger = logging.getLogger(__name__)
 
 _REFRESH_MS = 1000.0
-_SWEEP_EVERY_MS = 20.0
 _ASK_RETRY_MS = 50.0
 _WARN_EVERY_MS = 60_000.0
 
@@ -53,8 +53,7 @@ class ClusterNodes:
         self._readers: dict[Node | None, NodeReader] = {}
         self._owners = slot_owners(())
         self._refreshing = False
-        self._to_sweep: list[bytes] = []
-        self._sweep_credit = 0.0
+        self._sweep = Sweep(cursors, settings.read.sweep_ms)
         self._spent_warning = Every(_WARN_EVERY_MS)
         self._callbacks = ReaderCallbacks(
             on_read=self._on_read,
@@ -71,7 +70,7 @@ class ClusterNodes:
         else:
             self._reader_at(None)
         self._reactor.after_round.append(self._flush)
-        self._reactor.call_later(_SWEEP_EVERY_MS, self._sweep_some)
+        self._reactor.call_later(STEP_MS, self._sweep_some)
         self._reactor.call_later(_REFRESH_MS, self._each_second)
 
     def close(self) -> None:
@@ -151,7 +150,7 @@ class ClusterNodes:
         node_reader = self._readers.get(node)
         if node_reader is not None:
             self._schedule_all(node_reader.stream_reader.pop_interrupted())
-        self._sweep(key for key in self._cursors.streams() if self._reader_of(key) is node_reader)
+        self._read_all(key for key in self._cursors.streams() if self._reader_of(key) is node_reader)
 
     def _on_down(self, _: bool) -> None:
         if self._client.is_cluster:
@@ -173,7 +172,7 @@ class ClusterNodes:
 
     # Sweep
 
-    def _sweep(self, keys: Iterable[bytes]) -> None:
+    def _read_all(self, keys: Iterable[bytes]) -> None:
         swept = 0
         for key in keys:
             for cursor in self._cursors.of(key):
@@ -187,22 +186,10 @@ class ClusterNodes:
 
     def _sweep_some(self) -> None:
         """Read a few streams, so that all of them are read within `sweep_ms`."""
-        self._reactor.call_later(_SWEEP_EVERY_MS, self._sweep_some)
-        self._sweep_credit += len(self._cursors) * _SWEEP_EVERY_MS / self._settings.read.sweep_ms
-        count = int(self._sweep_credit)
-        if not count:
-            return
-        self._sweep_credit -= count
-        if not self._to_sweep:
-            self._to_sweep = self._cursors.streams()
-        keys = self._to_sweep[-count:]
-        del self._to_sweep[-count:]
-        for key in keys:
-            for cursor in self._cursors.of(key):
-                cursor.anchor, cursor.next_anchor = cursor.next_anchor or cursor.anchor, cursor.last
-                if not cursor.in_flight:
-                    self.schedule(cursor)
-        self._metrics.count(m.ROUTER_POLLED, len(keys))
+        self._reactor.call_later(STEP_MS, self._sweep_some)
+        if due := self._sweep.step():
+            self._schedule_all(due)
+            self._metrics.count(m.ROUTER_POLLED, len(due))
 
     def _each_second(self) -> None:
         """Once a second: report metrics, and refresh a cluster's slot map."""
@@ -251,4 +238,4 @@ class ClusterNodes:
         for removed in set(self._readers) - set(owners):
             self._readers.pop(removed).close()
         if moved:
-            self._sweep(key for key in self._cursors.streams() if slot_of(key) in moved)
+            self._read_all(key for key in self._cursors.streams() if slot_of(key) in moved)

@@ -258,8 +258,10 @@ class StreamReader:
         return dict(zip(request.with_counters, map(counters_of, counter_replies), strict=True))
 
     def _on_answered(self, group: Iterable[Cursor]) -> None:
+        step = self._cursors.step
         for cursor in group:
             cursor.in_flight = False
+            cursor.read_step = step
         if self._oversized.active:
             for cursor in group:
                 self._oversized.on_reply(cursor)

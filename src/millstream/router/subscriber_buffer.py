@@ -253,6 +253,7 @@ class Cursor:
     * `isolated`: read it in a command of its own
     * `watched`: the pool waits for a change
     * `paused`: the buffer of its subscriber is full
+    * `read_step`: the step of the sweep at which it was last read
     """
 
     __slots__ = (
@@ -269,6 +270,7 @@ class Cursor:
         "paused",
         "proven",
         "queued",
+        "read_step",
         "size_log2",
         "stale",
         "watched",
@@ -284,5 +286,5 @@ class Cursor:
         self.buffers: list[SubscriberBuffer] = []
         self.needs_counters = True
         self.proven = False
-        self.size_log2 = 0
+        self.size_log2 = self.read_step = 0
         self.queued = self.in_flight = self.stale = self.isolated = self.watched = self.paused = False
