@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from millstream.errors import CommandFailed
+from millstream.model import Message
 from millstream.observability.metrics import NO_METRICS
 from millstream.router.budget import Budget
 from millstream.router.cursors import CursorCallbacks, CursorTable
@@ -240,3 +241,37 @@ def test_every_reply_counts_as_a_read_for_the_sweep(reply: Any) -> None:
     bench.table.step = 7
     bench.link.answer(reply, info(1))
     assert bench.cursor().read_step == 7
+
+
+def test_counters_that_were_requested_are_used_although_the_last_entry_is_still_there() -> None:
+    bench = Bench(b"s")
+    bench.link.answer({b"s": [[b"1-0", []]]}, info(1))
+    bench.cursor().needs_counters, bench.cursor().ordinal = True, None
+    bench.reader.schedule(bench.cursor())
+    bench.reader.flush()
+    bench.link.answer({b"s": [[b"1-0", []], [b"2-0", []]]}, info(2))
+    assert (bench.cursor().needs_counters, bench.cursor().ordinal) == (False, 2)
+
+
+def test_after_broken_connections_one_request_is_in_flight_at_a_time() -> None:
+    bench = Bench(b"a", b"b")
+    bench.link.answer({}, info(0), info(0))
+    for _ in range(2):
+        bench.reader._read_size.on_break()
+    bench.reader.schedule(bench.cursor(0))
+    bench.reader.schedule(bench.cursor(1), changed=True)
+    for _ in range(2):
+        bench.reader.flush()
+        assert len(bench.link.asked) == 1
+        bench.link.answer({})
+    assert not bench.link.asked
+
+
+def test_a_subscriber_that_skips_entries_gets_those_after_them_up_to_its_limit() -> None:
+    bench = Bench(b"s")
+    [inbox] = bench.inboxes
+    inbox.skip, inbox.policy = b"2-0", inbox.policy._replace(limit=2)
+    bench.table.deliver(bench.cursor(), [[b"%d-0" % number, []] for number in range(1, 6)])
+    delivered = [item.id for _ in range(2) if isinstance(item := inbox.next_item(), Message)]
+    assert delivered == ["3-0", "4-0"]
+    assert bench.cursor().last == b"4-0", "the rest is read once there is room"
