@@ -23,7 +23,7 @@ LAZY = (
     ("module", "without"),
     [
         ("millstream", ("millstream.app", "msgspec", "redis")),
-        ("millstream.cli.main", ("millstream.app", "msgspec", "redis")),
+        ("millstream.cli.main", ("millstream.app", "millstream.model", "msgspec", "redis")),
         (
             "millstream.cli.worker",
             ("millstream.router.router", "millstream.balancer", "millstream.partitions.key_migration", "pyspark"),

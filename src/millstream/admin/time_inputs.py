@@ -4,9 +4,12 @@ import math
 import re
 import time
 from datetime import UTC, datetime
+from typing import TYPE_CHECKING
 
 from millstream.errors import ConfigError
-from millstream.model import LAST_ID, ZERO_ID, EntryId
+
+if TYPE_CHECKING:  # every command has a duration, few have an id
+    from millstream.model import EntryId
 
 _UNITS_S = {"ms": 0.001, "s": 1, "m": 60, "h": 3_600, "d": 86_400}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
@@ -57,7 +60,7 @@ def parse_time_ms(text: str) -> int:
     return max(0, int(with_zone.timestamp() * 1000))
 
 
-def parse_after(text: str) -> EntryId | None:
+def parse_after(text: str) -> "EntryId | None":
     """The id after which to deliver: an id itself, that before the first of all for `earliest`, or the last before a time.
 
     None for `latest`. Raises ConfigError for anything else.
@@ -66,8 +69,10 @@ def parse_after(text: str) -> EntryId | None:
     return found if found is None or _ID.fullmatch(text) else found.previous()
 
 
-def parse_start(text: str) -> EntryId | None:
+def parse_start(text: str) -> "EntryId | None":
     """The first id to read: an id, `earliest` or a time; None for `latest`. Raises ConfigError."""
+    from millstream.model import ZERO_ID, EntryId
+
     if text == "latest":
         return None
     if text == "earliest":
@@ -77,8 +82,10 @@ def parse_start(text: str) -> EntryId | None:
     return EntryId(parse_time_ms(text), 0)
 
 
-def parse_end(text: str) -> EntryId:
+def parse_end(text: str) -> "EntryId":
     """The last id to read: an id, `latest` or a time; milliseconds alone include all their ids. Raises ConfigError."""
+    from millstream.model import LAST_ID, EntryId
+
     if text == "latest":
         return LAST_ID
     if _ID.fullmatch(text):
