@@ -104,7 +104,7 @@ def test_the_error_names_the_key_that_holds_the_wrong_type(client: Client) -> No
     client.execute("XGROUP", "CREATE", "a", "g", "$", "MKSTREAM")
     script = Script("groups/ack_owned")
     for command, words in (
-        (lambda: client.execute("XGROUP", "CREATE", "text", "g", "$"), "XGROUP CREATE text: the key holds"),
+        (lambda: client.execute("XGROUP", "CREATE", "text", "g", "$"), "XGROUP CREATE text: the key holds .* delete"),
         (lambda: client.execute("XINFO", "STREAM", "text"), "XINFO STREAM text: the key holds"),
         (lambda: client.execute("XREAD", "STREAMS", "a", "text", "0", "0"), "XREAD on a, text: text holds a string"),
         (
@@ -125,6 +125,31 @@ def test_the_error_names_the_key_that_holds_the_wrong_type(client: Client) -> No
         match=f"the script commit/join_workers.lua: {re.escape(keys.meta)} holds a list where a hash is needed",
     ):
         stream_of(client, "a").join()
+
+
+def test_the_error_names_the_wrong_key_and_not_those_of_other_types_that_are_right(client: Client) -> None:
+    keys = HandlerKeys("shop", "bill", "calls")
+    stream = stream_of(client, "calls")
+    stream.join()
+    client.execute("SET", "calls", "text")
+    with pytest.raises(WrongType, match="calls holds a string where a stream is needed: rename or delete that key"):
+        stream_of(client, "calls").join()
+    client.execute("DEL", "calls")
+    client.execute("XADD", "calls", "*", "n", 1)
+    client.execute("DEL", keys.meta)
+    client.execute("SET", keys.meta, "text")
+    with pytest.raises(WrongType, match=f"{re.escape(keys.meta)} holds a string where a hash is needed: rename"):
+        stream_of(client, "calls").join()
+
+
+@pytest.mark.parametrize("line", ["redis.call('XLEN', KEYS[2])", "local key = KEYS[2]; redis.call('XLEN', key)"])
+def test_a_script_names_the_wrong_key_by_its_line_or_as_the_key_of_a_user(client: Client, line: str) -> None:
+    script = Script("shared/one_line")
+    script.text = f"#!lua\n{line}"
+    client.execute("HSET", "millstream:mine", "a", 1)
+    client.execute("SET", "s", "text")
+    with pytest.raises(WrongType, match=r"one_line\.lua: s holds a string where a stream is needed"):
+        client.script(script, ("millstream:mine", "s"), ())
 
 
 def test_the_error_of_a_script_that_returns_it_names_the_key_too(client: Client) -> None:

@@ -30,7 +30,6 @@ from millstream.redis_client.error_translation import (
     denies_key,
     keys_of,
     translate,
-    type_needed,
     with_denied_keys,
     wrong_type_error,
 )
@@ -485,11 +484,8 @@ class Client:
             ]
             unknown = all(isinstance(found, Exception) for found in types)
             return with_denied_keys(error, refused or keys) if refused or unknown else error
-        needed = type_needed(text, command)
-        for key, found in zip(keys, types, strict=True):
-            if isinstance(found, bytes) and found.decode() not in ("none", needed):
-                return wrong_type_error(command, key, found.decode(), needed)
-        return error
+        known = {key: found.decode() for key, found in zip(keys, types, strict=True) if isinstance(found, bytes)}
+        return wrong_type_error(text, command, known) or error
 
     def _translating_errors(self, action: Callable[[], T], command: Command | None) -> T:
         try:

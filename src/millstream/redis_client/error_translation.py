@@ -5,7 +5,7 @@ has no code of its own for a cause, the cause becomes a class or a property of t
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import millstream.redis_client.redis_py  # noqa: F401 - before redis itself
@@ -27,7 +27,7 @@ from millstream.errors import (
     WrongType,
 )
 from millstream.redis_client.escaping import escape
-from millstream.redis_client.key_names import to_wire
+from millstream.redis_client.key_names import PREFIX, to_wire
 from millstream.redis_client.redaction import redact_text, redact_url
 from millstream.redis_client.resp import Arg, Command, routing_key
 from millstream.redis_client.urls import explain_refusal
@@ -47,12 +47,13 @@ _CODE = re.compile("[A-Z]{2,}")
 _CONNECTING = re.compile(r"Error(?: -?\d+)? connecting to (\S+)\. (.+?)\.*")
 _NO_PRIMARY = re.compile(r"No master found for ('.*?')(?: : |$)")
 _NAMED_BY_SCRIPT = re.compile(r" \(([A-Z]+) (?!.*, line \d+ of)(.*)\)$", re.DOTALL)  # by `named` of refusal.lua
-_COMMAND_IN_LUA = re.compile(r"\('([A-Z]+)'(?:, '([A-Z]+)')?")
+_COMMAND_IN_LUA = re.compile(r"\('([A-Z]+)'(?:, '([A-Z]+)')?(?:, KEYS\[(\d+)\])?")
 _TYPES = {"X": "stream", "H": "hash", "Z": "zset", "B": "list", "L": "list", "R": "list", "S": "set"}
 """The type of key that a command needs, by the first letter of its name."""
 
 _SCRIPTS, _READS, _WITH_SUBCOMMAND = ("EVAL", "EVALSHA"), ("XREAD", "XREADGROUP"), ("XINFO", "XGROUP")
 _MOST_KEYS = 4
+_MEND_KEY = ": rename or delete that key"
 _HINT = "; `millstream acl` prints the required rights"
 
 
@@ -94,17 +95,24 @@ def describe_command(command: Command | None) -> str:
     return " ".join(_shown(part) for part in words)[:120]
 
 
-def type_needed(text: str, command: Command) -> str:
-    """The type that a key needs after WRONGTYPE: for `command`, or for the command on that line of its script."""
+def wrong_type_error(text: str, command: Command, types: Mapping[Arg, str]) -> WrongType | None:
+    """The error after WRONGTYPE that names the key: of the `types` of the keys of `command`, or of its script.
+
+    None if each key has the type that is needed. The line of the script that Redis names mostly names the key, too.
+    """
     place = _PLACE_IN_SCRIPT.search(text)
-    verb = _command_at(place, command) if place else str(command[0])
-    return _TYPES.get(verb[:1].upper(), "string")
-
-
-def wrong_type_error(command: Command, key: Arg, found: str, needed: str) -> WrongType:
-    """The WrongType error, once the key is known."""
-    text = f"{describe_command(command)}: {_shown(key)} holds a {found} where a {needed} is needed"
-    return WrongType(text, names_key=True)
+    *verb, number = _words_at(place, command) if place else (str(command[0]), "")
+    needed = _TYPES.get(verb[0][:1].upper(), "string")
+    wrong = [key for key, found in types.items() if found not in ("none", needed)]
+    own = f"{PREFIX}:".encode()
+    # Otherwise the keys of users, which are streams, come first if a stream is needed, and our own ones if not.
+    wrong.sort(key=lambda key: _wire_of(key).startswith(own) == (needed == "stream"))
+    at_line = keys_of(command)[int(number) - 1] if number else None
+    key = at_line if at_line in wrong else next(iter(wrong), None)
+    if key is None:
+        return None
+    found = f"{_shown(key)} holds a {types[key]} where a {needed} is needed{_MEND_KEY}"
+    return WrongType(f"{describe_command(command)}: {found}", names_key=True)
 
 
 def with_denied_keys(error: RedisError, keys: Sequence[Arg]) -> AccessDenied:
@@ -176,11 +184,12 @@ def _of_command(error: Exception, text: str, where: str, name: str) -> RedisErro
     if text.startswith("WRONGTYPE"):
         # A script's own message names the key; that of the server does not.
         if " holds a " in text:
-            return WrongType(text.removeprefix("WRONGTYPE "), names_key=True)
+            return WrongType(text.removeprefix("WRONGTYPE ") + _MEND_KEY, names_key=True)
         if found := _NAMED_BY_SCRIPT.search(text):
             needed = _TYPES.get(found[1][:1], "string")
-            return WrongType(f"{name}: {_shown(found[2])} holds another type of value than a {needed}", names_key=True)
-        return WrongType(f"{name}: the key holds another type of value than needed")
+            where = f"{_shown(found[2])} holds another type of value than a {needed}"
+            return WrongType(f"{name}: {where}{_MEND_KEY}", names_key=True)
+        return WrongType(f"{name}: the key holds another type of value than needed{_MEND_KEY}")
     if text.startswith(("NOGROUP", "UNBLOCKED the stream key no longer exists")):
         return GroupMissing(text)
     if text.startswith(_AWAY):
@@ -206,10 +215,16 @@ def _place(found: re.Match[str], command: Command | None) -> str:
 
 
 def _command_at(found: re.Match[str], command: Command | None) -> str:
+    return " ".join(filter(None, _words_at(found, command)[:2]))
+
+
+def _words_at(found: re.Match[str], command: Command | None) -> tuple[str, str, str]:
+    """The command on a line of a script, its subcommand, and the number of its key in KEYS; "" if it is not there."""
     number, script = int(found[2]), known_scripts.get(found[1]) if found[1] else _script_of(command)
     lines = script.text.splitlines() if script else []
     words = _COMMAND_IN_LUA.search(lines[number - 1]) if number <= len(lines) else None
-    return " ".join(filter(None, words.groups())) if words else ""
+    verb, subcommand, key = words.groups("") if words else ("", "", "")
+    return verb, subcommand, key
 
 
 def _listed(keys: Sequence[Arg]) -> str:
@@ -217,5 +232,9 @@ def _listed(keys: Sequence[Arg]) -> str:
     return ", ".join(map(_shown, keys[:_MOST_KEYS])) + more
 
 
+def _wire_of(part: Arg) -> bytes:
+    return part if isinstance(part, bytes) else to_wire(str(part))
+
+
 def _shown(part: Arg) -> str:
-    return escape(to_wire(part) if isinstance(part, str) else part) if isinstance(part, (bytes, str)) else str(part)
+    return escape(_wire_of(part)) if isinstance(part, (bytes, str)) else str(part)
