@@ -478,6 +478,30 @@ def test_leftovers_are_handlers_that_the_app_lacks_and_those_whose_streams_are_g
     assert "its streams are gone: in" in only(client, "leftovers").what
 
 
+def test_a_stream_whose_name_holds_another_type_is_a_problem_and_its_handler_no_leftover(client: Client) -> None:
+    ReliableStream(client, "in", app="app", handler="handle", consumer="w").join()
+    client.execute("SET", "in", "x")
+    finding = only(client, "unreadable")
+    assert (finding.severity, finding.handler) == ("problem", "app.handle")
+    assert finding.what == "in holds a string where app.handle needs a stream"
+    assert finding.mend[0].endswith(" RENAME in NEW_NAME  # or delete that key")
+    assert found(diagnose(client), "leftovers") == []
+    shown = call("info", "app", "--wide", url=client.url)
+    assert "app.handle on in is unreadable: in holds a string where a stream is needed: rename or delete" in shown.err
+    assert "unreadable" in shown.out
+    assert "unreadable" in call("info", "app", url=client.url).out
+    assert "in holds a string where a stream is needed" in call("info", "app", url=client.url).err
+
+
+def test_a_worker_that_cannot_continue_has_crashed_on_no_message(client: Client) -> None:
+    ReliableStream(client, "in", app="app", handler="handle", consumer="w").join()
+    cause = "ended with code 78, as it cannot continue: see its log"
+    record_restart(client, "app", Restart(worker="w", incarnation="w-0", cause=cause))
+    finding = only(client, "restarts")
+    assert (finding.why or "").endswith(cause)
+    assert finding.mend[0].startswith("millstream worker app.py")
+
+
 def test_keys_of_the_wrong_type_are_a_problem(client: Client) -> None:
     fill(client, 1)
     Group(client, "in", KEYS.group).create()

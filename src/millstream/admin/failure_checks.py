@@ -5,21 +5,26 @@ from collections.abc import Iterator
 from millstream.admin.examined_data import Data, NewLetters
 from millstream.admin.findings import Finding, named_streams, start_command
 from millstream.admin.lag_trend import TREND_MS
-from millstream.delivery.restarts import CRASH_LOOP
+from millstream.delivery.restarts import CANNOT_CONTINUE, CRASH_LOOP
 from millstream.redis_client.formats import format_age, pluralize
 
 
 def check_restarts(data: Data) -> Iterator[Finding]:
     """Worker processes that have ended unrequested."""
     for one in data.found.restarts:
+        is_final = CANNOT_CONTINUE in one.cause
         yield Finding(
             check="restarts",
             severity="problem" if one.count >= CRASH_LOOP else "warning",
             since_ms=data.now_ms - one.first_age_ms,
             what=one.number,
-            why=f"{one.last}; the messages that a process ran are run again each time, and one that crashes its process "
+            why=one.last
+            if is_final
+            else f"{one.last}; the messages that a process ran are run again each time, and one that crashes its process "
             "becomes a dead letter in the end; its log has the cause",
-            mend=("millstream dlq list --reason crashed",),
+            mend=(f"{start_command('workers', one.app)}; once its cause is mended",)
+            if is_final
+            else ("millstream dlq list --reason crashed",),
         )
 
 

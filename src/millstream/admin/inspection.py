@@ -13,6 +13,7 @@ from millstream.admin.key_queues import KeyQueue, blocked_queues
 from millstream.admin.lag import StreamLag, age_ms, count_lags, estimate_lag
 from millstream.admin.liveness import find_runs, find_workers
 from millstream.admin.reports import Engine, GroupReport, HandlerReport, Inspection, StreamReport
+from millstream.admin.stream_types import types_of_others
 from millstream.admin.stuck_places import StuckScan
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.delivery.commit_store import FORMAT, describe_newer_format
@@ -25,6 +26,7 @@ from millstream.errors import AccessDenied, ConfigError, DecodeError, GroupMissi
 from millstream.handlers.upcasting import parse_version_and_state
 from millstream.model import EntryId
 from millstream.redis_client.client import Client, raise_if_error
+from millstream.redis_client.escaping import escape
 from millstream.redis_client.key_names import PREFIX, HandlerKeys, from_wire, run_name, to_wire
 from millstream.redis_client.pipelining import send_all, server_time_ms
 from millstream.redis_client.replies import mapping_of
@@ -454,13 +456,14 @@ def _handler_reports(
     with_workers: bool = True,
 ) -> Iterator[HandlerReport]:
     metas = _metas(client, found, hidden)
+    types = types_of_others(client, [keys.stream for keys in metas if keys.stream not in streams])
     with_pending = _workers(client, metas, streams)
     workers = {keys: one for keys, one in with_pending.items() if _engine(metas[keys].engine) == "workers"}
     alive = find_workers(client, list(workers)) if with_workers else {}
     runs = find_runs(client, {(keys.app, keys.handler) for keys in metas}) if with_workers else set()
     lags = [
         _lag_of(keys, meta.committed_id, workers.get(keys), streams.get(keys.stream))
-        if meta.problem is None
+        if meta.problem is None and keys.stream not in types
         else StreamLag(keys.stream, None)
         for keys, meta in metas.items()
     ]
@@ -496,11 +499,16 @@ def _handler_reports(
             paused=meta.pause is not None,
             pause=meta.pause,
             rate_override=meta.rate_override,
-            problem=meta.problem,
+            problem=meta.problem or _problem_of(keys.stream, types.get(keys.stream)),
+            stream_type=types.get(keys.stream, "stream"),
             stored_format=meta.stored_format,
             processed=max(0, meta.counters["committed"] - meta.counters["dead"]),
             **meta.counters,
         )
+
+
+def _problem_of(stream: str, type_of_key: str | None) -> str | None:
+    return type_of_key and f"{escape(stream)} holds a {type_of_key} where a stream is needed: rename or delete that key"
 
 
 def _find_blocked(client: Client, metas: Mapping[HandlerKeys, _Meta]) -> dict[HandlerKeys, Sequence[KeyQueue]]:

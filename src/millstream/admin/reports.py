@@ -75,6 +75,7 @@ class HandlerReport(msgspec.Struct, frozen=True, kw_only=True):
     * `rate_override`: the rate that an operator has set; None: that in code holds
     * `problem`: unreadable data in its keys, which no handler of this version has written, so that the rest is unknown;
       None if readable
+    * `stream_type`: the type of value that the key of its stream holds, if that is no stream
     * `stored_format`: number of the format of its keys; None if it has not started since there are such numbers
     """
 
@@ -105,6 +106,7 @@ class HandlerReport(msgspec.Struct, frozen=True, kw_only=True):
     pause: Pause | None = None
     rate_override: RateOverride | None = None
     problem: str | None = None
+    stream_type: str = "stream"
     stored_format: int | None = None
     blocked_since_ms: int | None = None
 

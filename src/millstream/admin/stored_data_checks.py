@@ -1,12 +1,14 @@
 """Checks of what Redis stores: keys that cannot be read, streams that only grow, and what nothing needs any more."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from millstream.admin.examined_data import Data
 from millstream.admin.findings import Finding, named_streams, quoted
 from millstream.admin.reports import HandlerReport, StreamReport
 from millstream.delivery.commit_store import FORMAT
 from millstream.model import EntryId
+from millstream.redis_client.escaping import escape
+from millstream.redis_client.formats import pluralize
 from millstream.redis_client.key_names import HandlerKeys
 
 _FINISHED_ENTRIES = 10_000
@@ -14,9 +16,12 @@ _UNREAD_ENTRIES = 1_000_000
 
 
 def check_unreadable(data: Data) -> Iterator[Finding]:
-    """Handlers whose keys hold something that no handler of this version has written."""
+    """Handlers whose keys, or streams, hold something that no handler of this version has written."""
     for label, some in data.by_handler.items():
-        problems = [(one, one.problem or data.damage.get(one.keys)) for one in some if not _is_newer(one)]
+        if others := [one for one in some if one.stream_type != "stream"]:
+            yield _wrong_type(data.cli, label, others)
+        usable = [one for one in some if one.stream_type == "stream" and not _is_newer(one)]
+        problems = [(one, one.problem or data.damage.get(one.keys)) for one in usable]
         if unreadable := [(one, problem) for one, problem in problems if problem is not None]:
             one, problem = unreadable[0]
             yield Finding(
@@ -27,6 +32,19 @@ def check_unreadable(data: Data) -> Iterator[Finding]:
                 why="another program has written there; the handler cannot commit",
                 mend=(f"{data.cli} TYPE {quoted(_damaged_key(one.keys, problem))}",),
             )
+
+
+def _wrong_type(cli: str, label: str, others: Sequence[HandlerReport]) -> Finding:
+    one, more = others[0], len(others) - 1
+    return Finding(
+        check="unreadable",
+        handler=label,
+        severity="problem",
+        what=f"{escape(one.stream)} holds a {one.stream_type} where {label} needs a stream"
+        + (f"; and so do {pluralize(more, 'more key')}" if more else ""),
+        why="another program has written there; the handler cannot read it, and keeps its progress and state",
+        mend=(f"{cli} RENAME {quoted(one.stream)} NEW_NAME  # or delete that key",),
+    )
 
 
 def _damaged_key(keys: HandlerKeys, problem: str) -> str:
@@ -85,6 +103,7 @@ def _first_added_ms(streams: Iterable[StreamReport]) -> int | None:
 def check_leftovers(data: Data) -> Iterator[Finding]:
     """Handlers whose app has none of their name any more, or whose streams no longer exist."""
     there = {one.name for one in data.found.streams}
+    there |= {one.stream for one in data.found.handlers if one.stream_type != "stream"}
     for label, some in data.by_handler.items():
         app, _, handler = label.partition(".")
         gone = [one.stream for one in some if one.stream not in there and not data.found.hidden_streams]

@@ -12,6 +12,8 @@ from millstream.redis_client.pipelining import server_time_ms
 
 KEPT_MS = 600_000
 """How long a restart is kept."""
+CANNOT_CONTINUE = "it cannot continue"
+"""In the cause of a process that ended itself for good: no message has crashed it."""
 CRASH_LOOP = 3
 """So many restarts are a crash loop, if the last was within two minutes."""
 

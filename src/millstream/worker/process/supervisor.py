@@ -18,7 +18,7 @@ from typing import IO, Any
 import msgspec
 
 from millstream.clock import SYSTEM_CLOCK, Backoff, Clock
-from millstream.delivery.restarts import Restart
+from millstream.delivery.restarts import CANNOT_CONTINUE, Restart
 from millstream.errors import MillstreamError, PipelineFailed, RedisError, Unavailable
 from millstream.worker.incarnations import ProcessEnd
 from millstream.worker.process.heartbeat import FreezeDetector
@@ -45,7 +45,7 @@ ORPHAN_END_MS = 8_000.0
 _KILLED_AT_STOP = ProcessEnd(died=False, cause="was killed during a stop")
 _OWN_ENDS = {
     STUCK_CODE: "a handler hung",
-    FINAL_CODE: "it cannot continue",
+    FINAL_CODE: CANNOT_CONTINUE,
     SOFTWARE_ERROR_CODE: "an error of its own ended it",
 }
 """Codes with which a process ends itself, and why: no message has crashed it."""
