@@ -1,5 +1,6 @@
 """Messages that a process may have died of: which are blamed, and what their dead letters say."""
 
+import logging
 import threading
 
 import pytest
@@ -8,6 +9,7 @@ from millstream import Message, Retry
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import worker_name_key
 from millstream.worker.incarnations import ProcessEnd, record_end
+from millstream.worker.running import poison_isolation
 from tests.support.clocks import LeapClock
 from tests.support.command_stats import commands_run
 from tests.support.waiting import FAIL_SAFE_S, eventually
@@ -59,6 +61,22 @@ def test_a_suspect_whose_run_ends_without_ending_the_process_gets_no_crash_count
     release.set()
     (entry,) = entries(client)
     assert client.execute("HGETALL", KEYS.crashes) == ([entry[0] + b"f", b"1"] if how == "failed" else [])
+
+
+def test_the_suspects_of_one_process_that_ended_are_one_line_of_the_log(
+    client: Client, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(poison_isolation, "_LINE_MS", DAY_MS)
+    with working(client, make(double)):
+        eventually(lambda: client.execute("EXISTS", KEYS.meta) == 1)
+    fill(client, 20)
+    deliver_to(client, "dead", times=3)
+    with caplog.at_level(logging.DEBUG), working(client, make(double)):
+        eventually(lambda: len(outputs(client)) == 20)
+    lines = [one for one in caplog.records if "it runs in isolation" in one.message]
+    assert [one.levelname for one in lines] == ["WARNING", *["DEBUG"] * 19]
+    assert " more messages may run so next" in lines[0].message
+    assert lines[-1].message.endswith("; 18 more messages ran so since the last such line")
 
 
 ALIVE, TERMINATED, DIED, VANISHED = "alive", "terminated", "died", "vanished"

@@ -20,6 +20,9 @@ class DelayQueue(Generic[T]):
         self._heap: list[tuple[float, int, T]] = []
         self._sequence = count()
 
+    def __len__(self) -> int:
+        return len(self._due_ms)
+
     def put(self, item: T, due_ms: float) -> None:
         """Make `item` due at `due_ms`, in place of an earlier due time."""
         if self._due_ms.get(item) == due_ms:

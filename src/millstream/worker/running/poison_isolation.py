@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from math import inf
 from queue import Empty, SimpleQueue
 
-from millstream.clock import Clock
+from millstream.clock import Clock, Every
 from millstream.delivery.reliable_stream import Delivery
 from millstream.errors import HandlerStuck, Unavailable
 from millstream.handlers.attempt import DeadLettered, Outcome, outcome_after_last_attempt
 from millstream.handlers.handler import Handler
+from millstream.redis_client.formats import pluralize
 from millstream.worker.in_flight import InFlight
 from millstream.worker.incarnations import ALIVE, Incarnation, ProcessEnd
 from millstream.worker.running.losses import crashes_allowed, isolated_after, loss_retry
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.005
 _RECHECK_S = 0.5
+_LINE_MS = 10_000.0
 
 
 class ProcessIsolation:
@@ -73,6 +75,8 @@ class PoisonIsolation:
         self._suspects: SimpleQueue[Delivery | None] = SimpleQueue()
         self._delayed = DelayQueue[Delivery]()
         self._still_marked: list[Delivery] = []
+        self._is_line_due = Every(_LINE_MS)
+        self._unreported = 0
 
     def add_suspect(self, delivery: Delivery | None) -> None:
         """Queue an entry to be run in isolation; None ends `run`."""
@@ -170,19 +174,32 @@ class PoisonIsolation:
         return True
 
     def _run_marked(self, delivery: Delivery) -> None:
-        logger.warning(
-            "%s: message %s of %s may have ended its process: it runs in isolation; this process starts no other "
-            "message until that run has ended",
-            self._handler.label,
-            delivery.id.decode(),
-            delivery.stream.stream,
-        )
+        self._report(delivery)
         delivery.stream.begin_isolation(delivery, self._incarnation.mark)
         outcome = self._runner.run_isolated(delivery)
         self._still_marked.append(delivery)
         self._unmark()
         if outcome is not None:
             self._in_flight.complete(delivery, outcome)
+
+    def _report(self, delivery: Delivery) -> None:
+        """Log a run: after the end of one process there may be thousands, of which a line names one."""
+        waiting = self._suspects.qsize() + len(self._delayed)
+        more = f"; {pluralize(self._unreported, 'more message')} ran so since the last such line" * bool(
+            self._unreported
+        )
+        is_due = self._is_line_due.is_due(self._clock.monotonic_ms())
+        logger.log(
+            logging.WARNING if is_due else logging.DEBUG,
+            "%s: message %s of %s may have ended its process: it runs in isolation; this process starts no other "
+            "message until that run has ended%s%s",
+            self._handler.label,
+            delivery.id.decode(),
+            delivery.stream.stream,
+            more,
+            f"; {pluralize(waiting, 'more message')} may run so next" * bool(waiting),
+        )
+        self._unreported = 0 if is_due else self._unreported + 1
 
     def _unmark(self) -> None:
         """Remove the marks of runs that have ended: a later death of this process is not the fault of their messages.
