@@ -247,7 +247,7 @@ def test_two_supervisors_on_one_host_use_different_names(client: Client, app: st
     assert client.execute("KEYS", "millstream:worker:shop:*") == []
 
 
-def test_a_given_name_that_another_supervisor_has_is_refused(client: Client) -> None:
+def test_a_given_name_that_another_supervisor_has_is_refused(client: Client, caplog: pytest.LogCaptureFixture) -> None:
     kept, other = (
         StaticMembership(client, "shop", "till"),
         StaticMembership(client, "shop", "till", clock=ManualClock()),
@@ -255,6 +255,10 @@ def test_a_given_name_that_another_supervisor_has_is_refused(client: Client) -> 
     kept.acquire(1)
     with pytest.raises(ConfigError, match="a worker called 'till-0' is running; give this one another --name"):
         other.acquire(1)
+    (line,) = (one.getMessage() for one in caplog.records)
+    assert line.startswith(
+        "the worker name till-0 is held, by another worker or for one that was killed; waiting for up "
+    )
     kept.renew()
     kept.release()
     assert client.execute("KEYS", "millstream:worker:shop:*") == []

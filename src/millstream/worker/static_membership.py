@@ -111,6 +111,14 @@ class StaticMembership:
     def _await_name(self, name: str) -> None:
         # Its last holder may have died a moment ago: then the name expires soon.
         end_ms = self._clock.monotonic_ms() + NAME_LEASE_MS + 1_000
+        if self._try_acquire(name):
+            return
+        logger.warning(
+            "the worker name %s is held, by another worker or for one that was killed; waiting for up to %.0f s until it "
+            "is free",
+            name,
+            NAME_LEASE_MS / 1000,
+        )
         while not self._try_acquire(name):
             if self._clock.monotonic_ms() >= end_ms:
                 raise ConfigError(f"a worker called {name!r} is running; give this one another --name")
