@@ -12,7 +12,7 @@ import pytest
 from millstream import Message, Reject, Retry
 from millstream.admin import inspection, machine_checks
 from millstream.admin.acl import RoleName, acl_rule
-from millstream.admin.doctor import Diagnosis, diagnose
+from millstream.admin.doctor import diagnose
 from millstream.admin.findings import Finding
 from millstream.admin.liveness import find_workers
 from millstream.admin.server_checks import Server, check_role, check_version, warn_of_data_loss
@@ -36,6 +36,7 @@ from millstream.redis_client.key_names import (
 from millstream.redis_client.pipelining import server_time_ms
 from tests.support.commandline import call
 from tests.support.deployments import lent_cluster
+from tests.support.findings import found, only
 from tests.support.keyed_fixtures import joined_by_field
 from tests.support.waiting import eventually
 from tests.support.workers import KEYS, double, fill, make, outputs, pending, working
@@ -93,17 +94,6 @@ def admin(server: EmbeddedServer) -> Iterator[Client]:
             ),
         )
         yield client
-
-
-def found(diagnosis: Diagnosis, check: str) -> list[Finding]:
-    """The findings of a check that are not ok."""
-    return [one for one in diagnosis.findings if one.check == check and one.severity != "ok"]
-
-
-def only(client: Client, check: str, **options: Any) -> Finding:
-    """The one finding of a check that is not ok."""
-    (one,) = found(diagnose(client, **options), check)
-    return one
 
 
 # --- Redis ---
@@ -476,47 +466,6 @@ def test_leftovers_are_handlers_that_the_app_lacks_and_those_whose_streams_are_g
     assert one["mend"] == ["millstream forget app.handle --dry-run"]
     client.execute("DEL", "in")
     assert "its streams are gone: in" in only(client, "leftovers").what
-
-
-def test_a_stream_whose_name_holds_another_type_is_a_problem_and_its_handler_no_leftover(client: Client) -> None:
-    ReliableStream(client, "in", app="app", handler="handle", consumer="w").join()
-    client.execute("SET", "in", "x")
-    finding = only(client, "unreadable")
-    assert (finding.severity, finding.handler) == ("problem", "app.handle")
-    assert finding.what == "in holds a string where app.handle needs a stream"
-    assert finding.mend[0].endswith(" RENAME in NEW_NAME  # or delete that key")
-    assert found(diagnose(client), "leftovers") == []
-    shown = call("info", "app", "--wide", url=client.url)
-    assert "app.handle on in is unreadable: in holds a string where a stream is needed: rename or delete" in shown.err
-    assert "unreadable" in shown.out
-    assert "unreadable" in call("info", "app", url=client.url).out
-    assert "in holds a string where a stream is needed" in call("info", "app", url=client.url).err
-
-
-def test_a_worker_that_cannot_continue_has_crashed_on_no_message(client: Client) -> None:
-    ReliableStream(client, "in", app="app", handler="handle", consumer="w").join()
-    cause = "ended with code 78, as it cannot continue: see its log"
-    record_restart(client, "app", Restart(worker="w", incarnation="w-0", cause=cause))
-    finding = only(client, "restarts")
-    assert (finding.why or "").endswith(cause)
-    assert finding.mend[0].startswith("millstream worker app.py")
-
-
-def test_keys_of_the_wrong_type_are_a_problem(client: Client) -> None:
-    fill(client, 1)
-    Group(client, "in", KEYS.group).create()
-    client.execute("SET", KEYS.meta, "x")
-    assert only(client, "unreadable").severity == "problem"
-
-
-@pytest.mark.parametrize("key", [KEYS.owners, KEYS.leases, KEYS.ready, KEYS.parked])
-def test_a_key_of_the_key_queues_that_has_the_wrong_type_is_named(client: Client, key: str) -> None:
-    fill(client, 1)
-    Group(client, "in", KEYS.group).create()
-    client.execute("SET", key, "x")
-    finding = only(client, "unreadable")
-    assert finding.what.startswith("app.handle: its keys on in are unreadable: ")
-    assert [one.rpartition("TYPE ")[2].strip("'") for one in finding.mend] == [key]
 
 
 def test_doctor_checks_a_sample_of_many_streams_and_reports_it(client: Client) -> None:
