@@ -58,6 +58,10 @@ class RedisError(MillstreamError):
     """Redis refused a command or could not be reached. Catch a subclass to act on the cause."""
 
 
+UNREACHABLE_HINT = " (is it running? see --url / MILLSTREAM_URL)"
+"""What a person may check after an Unavailable error that is `unreachable`."""
+
+
 class Unavailable(RedisError):
     """Redis is unreachable, loading, failing over or busy. It may have run the command: retry later, idempotently.
 

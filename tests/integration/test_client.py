@@ -299,6 +299,12 @@ def test_a_refused_connection_is_unavailable_and_its_error_shows_no_password() -
     assert redact_url("redis://host:1/0") == "redis://host:1/0"
 
 
+def test_the_error_of_a_url_without_two_slashes_names_all_schemes() -> None:
+    for url in ("redis:/localhost:1", "unix:/tmp/socket"):
+        with Client(url) as client, pytest.raises(ConfigError, match=r"begin with redis://.* or redis\+cluster://"):
+            client.execute("PING")
+
+
 @pytest.mark.parametrize(
     "url",
     ["http://host", "host:6379", "redis+sentinel://host:1", "redis+other://host:1", "redis://host:port/0", ""],
@@ -333,6 +339,15 @@ def test_patience_waits_with_back_off_logs_it_and_ends_when_redis_answers(caplog
     assert 3 <= len(lines) <= 5
     assert lines[0] == "Redis is unavailable: away; the test waits, 0 s so far"
     assert lines[-1].startswith("the test resumes: Redis is available again after 1")
+
+
+def test_the_first_warning_of_an_unreachable_redis_says_what_to_check(caplog: pytest.LogCaptureFixture) -> None:
+    with Client("redis://127.0.0.1:1/0", clock=ManualClock()) as client, pytest.raises(Unavailable):
+        client.retry_while_unavailable(lambda: client.execute("PING"), what="the test", limit_ms=20_000)
+    first, *others = [record.getMessage() for record in caplog.records]
+    assert first.endswith("refused (is it running? see --url / MILLSTREAM_URL); the test waits, 0 s so far")
+    assert others
+    assert not any("is it running" in one for one in others)
 
 
 def test_patience_is_limited_if_a_limit_is_set_and_applies_to_no_other_errors() -> None:

@@ -215,6 +215,15 @@ def test_debug_shows_the_traceback_and_keeps_the_exit_code() -> None:
     [
         (("tail",), "missing argument 'STREAM...'; see: millstream tail --help"),
         (("info", "--limt", "3"), "no such option: --limt; did you mean --limit? see: millstream info --help"),
+        (
+            ("worker", "a.py", "--proceses", "2"),
+            "no such option: --proceses; did you mean --processes? see: millstream worker --help",
+        ),
+        (
+            ("worker", "a.py", "--processes", "two"),
+            "invalid value for '--processes': 'two' is not a whole number of at least 1; see: millstream worker --help",
+        ),
+        (("worker", "a.py", "--processes", "0"), "invalid value for '--processes': 0 is not a whole number of at le"),
         (("info", "a", "b"), "got unexpected extra argument(s) (b); see: millstream info --help"),
         (("info", "--url"), "option '--url' requires an argument; see: millstream info --help"),
         (

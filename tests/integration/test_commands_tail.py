@@ -110,7 +110,8 @@ def test_tail_reports_a_key_that_cannot_be_a_stream(client: Client) -> None:
     client.execute("SET", "text", "x")
     shown = call("tail", "text", "--no-follow", url=client.url)
     assert shown.code == 1
-    assert "text: the key holds another type of value" in shown.err
+    assert shown.err == "error: text is not a stream: rename or delete that key\n"
+    assert "text is not a stream: rename or delete that key" in call("tail", "text", url=client.url).err
     assert call("tail", "s", "--from", "yesterday", url=client.url).code == 2
 
 

@@ -1,5 +1,6 @@
 """What users learn of a handler that fails: from the log of both engines, and from the keys that wait."""
 
+import re
 from typing import Any
 
 import pytest
@@ -54,7 +55,7 @@ def test_a_worker_logs_each_failed_attempt_and_the_dead_letter(
     assert [level for level, _ in texts] == ["WARNING", "WARNING", "ERROR"]
     for number, (_, text) in enumerate(texts[:2], 1):
         assert text.startswith(f"app.handle: attempt {number} of 3 failed on message ")
-        assert "RuntimeError: no gateway for 0; retrying in 0.0 s" in text
+        assert re.search(r"RuntimeError: no gateway for 0; retrying in [0-9.]+ ms", text)
     assert texts[2][1].startswith("app.handle: dead letter (failed, attempt 3 of 3): message ")
     assert dead(client)[0].id in texts[2][1]
 

@@ -4,7 +4,6 @@ The module of a family is imported only when it is used, so help and light comma
 """
 
 import os
-import re
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
@@ -25,7 +24,7 @@ from millstream.cli.log_options import add_log_options
 from millstream.cli.log_output import LogSettings, start_logging
 from millstream.cli.options import MARKUP
 from millstream.cli.terminal import print_message, print_message_text, redact_uncaught_exceptions
-from millstream.errors import AccessDenied, ConfigError, MillstreamError, ServerError, Unavailable
+from millstream.errors import UNREACHABLE_HINT, AccessDenied, ConfigError, MillstreamError, ServerError, Unavailable
 
 RUN, INSPECT, REPAIR = "Run", "Inspect", "Repair"
 STREAMS, SET_UP = "Streams and groups", "Set-up"
@@ -114,9 +113,7 @@ _OTHER_WORDS: Mapping[str, str] = {
 """What users may look for, and its command."""
 
 _NAME = "millstream"
-_SUGGESTION = re.compile(r"\.? \(?(?:Did you mean|Possible options:) (.*?)[?)]*$")
 """The variable by which a shell asks for completions."""
-_NO_REDIS_HINT = " (is it running? see --url / MILLSTREAM_URL)"
 
 FAILED, USAGE_ERROR, NO_REDIS, INTERRUPTED, BROKEN_PIPE = 1, 2, 3, 130, 141
 
@@ -148,7 +145,7 @@ def error_boundary(*, debug: bool, context: Any = None) -> Iterator[None]:
         say_error = (
             print_message_text if isinstance(error, ServerError) else print_message
         )  # a ServerError quotes lines of redis.log
-        hint = _NO_REDIS_HINT if isinstance(error, Unavailable) and error.unreachable else ""
+        hint = UNREACHABLE_HINT if isinstance(error, Unavailable) and error.unreachable else ""
         say_error(f"error: {error}{hint}")
         raise typer.Exit(exit_code(error)) from error
     except KeyboardInterrupt as interrupt:
@@ -166,14 +163,11 @@ def error_boundary(*, debug: bool, context: Any = None) -> Iterator[None]:
 
 
 def _describe_usage_error(error: Any, context: Any) -> str:
-    """One line in our style, and where the usage is explained."""
+    from millstream.cli.usage_errors import describe_usage_error  # a right usage needs none of it
+
     _name_source(error)
-    text = error.format_message().replace("Value error, ", "").rstrip(".")
-    text = _SUGGESTION.sub(r"; did you mean \1?", f"{text[:1].lower()}{text[1:]}")
-    words = [error.ctx.command_path] if getattr(error, "ctx", None) else [_NAME]
-    if words == [_NAME] and context is not None and context.invoked_subcommand:
-        words.append(context.invoked_subcommand)
-    return f"{text}{'' if text.endswith('?') else ';'} see: {' '.join(words)} --help"
+    family = context.invoked_subcommand if context is not None else None
+    return describe_usage_error(error, f"{_NAME} {family}" if family else _NAME)
 
 
 def _name_source(error: Any) -> None:

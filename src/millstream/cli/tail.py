@@ -13,10 +13,11 @@ from millstream.admin.time_inputs import parse_start
 from millstream.cli.follow import Follower
 from millstream.cli.options import JsonLines, Url
 from millstream.cli.terminal import print_json, print_line, print_message, truncate
-from millstream.errors import ConfigError, MillstreamError
+from millstream.errors import ConfigError, MillstreamError, WrongType
 from millstream.model import ZERO_ID, EntryId, Message
 from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client, raise_if_error
+from millstream.redis_client.error_translation import not_a_stream
 from millstream.redis_client.escaping import escape, json_fields
 from millstream.redis_client.formats import format_time, pluralize
 from millstream.redis_client.key_names import is_pattern
@@ -102,7 +103,11 @@ def _start_ids(client: Client, after_id: EntryId | None, names: Sequence[str]) -
 
 def _print_existing(client: Client, printer: "_Printer", names: Sequence[str], after_id: EntryId | None) -> None:
     """Print the entries after `after_id` up to the present end, one stream after the other."""
-    ends = [_last_of(raise_if_error(found)) for found in _last_entries(client, names)]
+    lasts = _last_entries(client, names)
+    for name, found in zip(names, lasts, strict=True):
+        if isinstance(found, WrongType):
+            raise not_a_stream(name)
+    ends = [_last_of(raise_if_error(found)) for found in lasts]
     missing = _missing(client, [name for name, end in zip(names, ends, strict=True) if end == ZERO_ID])
     for name, end in zip(names, ends, strict=True):
         after = end if after_id is None else after_id

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from millstream.errors import ConfigError, GroupMissing, KeyMissing, WrongType
 from millstream.model import EntryId
 from millstream.redis_client.client import Client
+from millstream.redis_client.error_translation import not_a_stream
 from millstream.redis_client.resp import Arg, Reply
 
 Id = bytes | str | EntryId
@@ -109,6 +110,6 @@ def execute_on(client: Client, stream: str, *command: Arg) -> Reply:
     try:
         return client.execute(*command)
     except WrongType as error:
-        raise WrongType(f"{stream} is not a stream: rename or delete that key") from error
+        raise not_a_stream(stream) from error
     except KeyMissing as error:
         raise GroupMissing(f"there is no stream {stream!r}: add an entry, or create it with its group") from error

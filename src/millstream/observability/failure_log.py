@@ -16,6 +16,7 @@ from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.handlers.attempt import Parked, RetryLater, traceback_of
 from millstream.handlers.handler import Handler
 from millstream.redis_client.escaping import escape, escape_line, escape_lines, json_value
+from millstream.redis_client.formats import format_run_time
 from millstream.redis_client.redaction import redact_text
 from millstream.redis_client.replies import mapping_of
 from millstream.redis_client.resp import Arg
@@ -193,7 +194,7 @@ class FailureLog:
             return f"{'it' if key is None else 'its key'} is parked, see: millstream key list {self._handler.label}"
         retry = self._handler.retry
         blocks = outcome.waits or (retry.then == "block" and attempt >= retry.attempts and key is not None)
-        return f"{'it blocks its key, ' if blocks else ''}retrying in {delay_ms / 1000:,.1f} s"
+        return f"{'it blocks its key, ' if blocks else ''}retrying in {format_run_time(delay_ms)}"
 
     def dead_lettered(self, letters: Sequence[Sequence[Arg]]) -> None:
         """Log dead letters that were written, as `DeadLetter.items` returns them."""

@@ -22,7 +22,15 @@ from redis.connection import ConnectionPool
 from redis.exceptions import AskError, MovedError, NoScriptError, SlotNotCoveredError
 
 from millstream.clock import SYSTEM_CLOCK, Backoff, Clock, Every
-from millstream.errors import AccessDenied, ConfigError, RedisError, ScriptMissing, Unavailable, WrongType
+from millstream.errors import (
+    UNREACHABLE_HINT,
+    AccessDenied,
+    ConfigError,
+    RedisError,
+    ScriptMissing,
+    Unavailable,
+    WrongType,
+)
 from millstream.redis_client.call import Call
 from millstream.redis_client.deployments import _Route, _SingleNodeRoute, parse_route
 from millstream.redis_client.error_translation import (
@@ -321,7 +329,9 @@ class Client:
                 if give_up() or (limit_ms is not None and waited_ms >= limit_ms):
                     raise
                 if waited_ms >= next_log_ms:
-                    logger.warning("Redis is unavailable: %s; %s waits, %.0f s so far", error, what, waited_ms / 1000)
+                    hint = UNREACHABLE_HINT if error.unreachable and not next_log_ms else ""
+                    shown = f"{error}{hint}"
+                    logger.warning("Redis is unavailable: %s; %s waits, %.0f s so far", shown, what, waited_ms / 1000)
                     next_log_ms = waited_ms + 5000
                 self._clock.sleep_ms(backoff.next_ms())
             else:

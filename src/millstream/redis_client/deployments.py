@@ -153,6 +153,13 @@ def _no_setinfo(scheme: str, *, logs_in: bool) -> dict[str, Any]:
     return {} if scheme == "rediss" and not logs_in else {"driver_info": None}
 
 
+def _wrong_scheme(url: str) -> ConfigError:
+    return ConfigError(
+        f"{redact_url(url)!r}: the URL must begin with redis://, rediss://, unix://, redis+sentinel:// or "
+        "redis+cluster:// (rediss+... for TLS)"
+    )
+
+
 def parse_route(url: str, timeout_ms: int) -> Callable[[], _Route]:
     """Parse a URL of any kind of deployment. Raises ConfigError; connects only when the returned function is called."""
     settings = dict(_NO_RETRY, retry=RedisRetry(NoBackoff(), 0), encoding_errors="surrogateescape")  # as `to_wire`
@@ -162,13 +169,12 @@ def parse_route(url: str, timeout_ms: int) -> Callable[[], _Route]:
     settings |= _no_setinfo(scheme, logs_in="@" in parts.netloc)
     try:
         if not kind and scheme in ("redis", "rediss", "unix"):
+            if not url[len(scheme) :].startswith("://"):
+                raise _wrong_scheme(url)
             _connection_settings(url)
             return lambda: _SingleServerRoute(ConnectionPool.from_url(url, **settings))
         if kind not in ("sentinel", "cluster") or scheme not in ("redis", "rediss"):
-            raise ConfigError(
-                f"{redact_url(url)!r}: the URL must begin with redis://, rediss://, unix://, redis+sentinel:// or "
-                "redis+cluster:// (rediss+... for TLS)"
-            )
+            raise _wrong_scheme(url)
         nodes = hosts(parts.netloc, 26379 if kind == "sentinel" else 6379)
         service = parts.path.strip("/").partition("/")[0]  # Sentinel's
         if kind == "cluster" and service not in ("", "0"):

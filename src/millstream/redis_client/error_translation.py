@@ -115,6 +115,11 @@ def wrong_type_error(text: str, command: Command, types: Mapping[Arg, str]) -> W
     return WrongType(f"{describe_command(command)}: {found}", names_key=True)
 
 
+def not_a_stream(stream: str) -> WrongType:
+    """The error about a name whose key holds another type of value than a stream."""
+    return WrongType(f"{escape(stream)} is not a stream{_MEND_KEY}", names_key=True)
+
+
 def with_denied_keys(error: RedisError, keys: Sequence[Arg]) -> AccessDenied:
     """The AccessDenied error with the names of the denied keys, or of all candidates."""
     return AccessDenied(f"{str(error).removesuffix(_HINT)}: {_listed(keys)}{_HINT}", concerns_key=True)

@@ -14,6 +14,7 @@ from operator import attrgetter
 from typing import Any
 
 from millstream.errors import AccessDenied, CommandFailed, Unavailable, WrongType
+from millstream.redis_client.error_translation import not_a_stream
 from millstream.redis_client.key_names import from_wire
 from millstream.redis_client.resp import Command, Redirection, slot_of
 from millstream.router.cursors import NEWEST, CursorTable
@@ -457,10 +458,8 @@ class StreamReader:
             self._schedule_all(cursors)
         else:
             name = from_wire(cursors[0].key)
-            wrong = WrongType(f"{name} is not a stream: its key holds another type of value")
-            self._cursors.end_cursor(
-                cursors[0], wrong if isinstance(error, WrongType) else type(error)(f"{name}: {error}")
-            )
+            wrong = not_a_stream(name) if isinstance(error, WrongType) else type(error)(f"{name}: {error}")
+            self._cursors.end_cursor(cursors[0], wrong)
 
     def _schedule_all(self, cursors: Iterable[Cursor]) -> None:
         for cursor in cursors:

@@ -98,7 +98,7 @@ def _fields(stream: str, reply: Any) -> dict[bytes, Any] | None:
     if isinstance(reply, KeyMissing):
         return None
     if isinstance(reply, WrongType):
-        raise WrongType(f"the key {stream!r} holds another type of value than a stream: subscribe to streams only")
+        raise WrongType(f"the key {stream!r} holds another type of value than a stream: rename or delete that key")
     if isinstance(reply, AccessDenied):
         raise AccessDenied(f"XINFO STREAM {stream}: {reply}; grant the rights that `millstream acl` lists")
     raise_if_error(reply)

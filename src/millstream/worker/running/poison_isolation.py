@@ -12,7 +12,7 @@ from millstream.delivery.reliable_stream import Delivery
 from millstream.errors import HandlerStuck, Unavailable
 from millstream.handlers.attempt import DeadLettered, Outcome, outcome_after_last_attempt
 from millstream.handlers.handler import Handler
-from millstream.redis_client.formats import pluralize
+from millstream.redis_client.formats import format_run_time, pluralize
 from millstream.worker.in_flight import InFlight
 from millstream.worker.incarnations import ALIVE, Incarnation, ProcessEnd
 from millstream.worker.running.losses import crashes_allowed, isolated_after, loss_retry
@@ -133,13 +133,13 @@ class PoisonIsolation:
             delivery.stream.record_deaths(delivery, deaths + 1)
             wait_ms = self._handler.retry.delay_after(deaths + 1)
             logger.warning(
-                "%s: message %s of %s %s its process, which %s while no other message ran; retrying in %.1f s",
+                "%s: message %s of %s %s its process, which %s while no other message ran; retrying in %s",
                 self._handler.label,
                 delivery.id.decode(),
                 delivery.stream.stream,
                 "crashed" if end.certain else "may have crashed",
                 end.cause,
-                wait_ms / 1000,
+                format_run_time(wait_ms),
             )
             self._delay(delivery, wait_ms)
         else:
