@@ -228,7 +228,7 @@ def test_all_parked_keys_of_a_handler_are_unparked_at_once_after_a_dry_run(
 def test_a_key_that_is_parked_before_it_has_messages_is_shown(fresh_client: Client, stream: KeyedStream) -> None:
     call("key", "park", "shop.pay", "ann", "--reason", "audit", url=fresh_client.url)
     row = asked(fresh_client, "key", "show", "shop.pay", "ann")
-    assert (row["state"], row["messages"], row["first"], row["parked"]) == ("parked", 0, "", "audit")
+    assert (row["state"], row["messages"], row["first"], row["parked"]) == ("parked", 0, None, "audit")
     assert count_parked(fresh_client, [HandlerKeys("shop", "pay", name) for name in ("orders", "none")]) == (2, 2)
     call("key", "unpark", "shop.pay", "ann", url=fresh_client.url)
     assert call("key", "show", "shop.pay", "ann", url=fresh_client.url).code == 1

@@ -48,6 +48,7 @@ def test_export_prints_every_state_of_every_stream_of_the_handler_and_no_other(c
     assert shown.code == 0
     found = [(one["stream"], one["key"], one["state"]["n"]) for one in shown.json_lines()]
     assert (len(found), set(found)) == (1_400, expected)
+    assert call("state", "export", "shop.total", "--json", url=client.url).out == shown.out
     only = call("state", "export", "shop.total", "--stream", "a", url=client.url).json_lines()
     assert {one["stream"] for one in only} == {"a"}
 

@@ -220,7 +220,7 @@ def _as_json(row: _Row) -> dict[str, Any]:
         "key": json_value(queue.key),
         "state": queue.state,
         "messages": queue.length,
-        "first": queue.first_id,
+        "first": queue.first_id or None,
         "worker": queue.worker,
         "since_ms": queue.since_ms,
         "until_ms": queue.until_ms,

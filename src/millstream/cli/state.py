@@ -101,6 +101,7 @@ def export(
         typer.Option("--stream", help="Only on this stream; default: all on which it has run.", metavar="NAME"),
     ] = None,
     url: Url = DEFAULT_URL,
+    as_json: JsonLines = True,  # noqa: ARG001 - it prints nothing else
 ) -> None:
     """Print all states of a handler as JSON, an object per line, in no order.
 

@@ -10,9 +10,12 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from millstream.demo.audit import KEYS
 from millstream.demo.report import Sample
 from millstream.redis_client.client import Client, raise_if_error
+from millstream.redis_client.formats import pluralize
 
 _WINDOW_S = 5.0
 _LINE_EVERY_S = 3.0
+_ESTIMATE_AFTER = 3
+"""So many batches tell how fast the run is: the first ones are small, and begin while Spark compiles."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,8 +88,10 @@ class ProgressView:
     def _describe(self, progress: RunProgress, batches: int) -> str:
         first, last = self._recent[0], self._recent[-1]
         rate = (last.done - first.done) / (last.at_s - first.at_s) if last.at_s > first.at_s else 0.0
-        left = f"  {(self._total - progress.done) / rate:,.0f} s left" if rate > 0 else ""
+        left = (
+            f"  {(self._total - progress.done) / rate:,.0f} s left" if rate > 0 and batches >= _ESTIMATE_AFTER else ""
+        )
         return (
-            f"{rate:,.0f} entries/s  lag {progress.published - progress.done:,}  {batches:,} batches  "
+            f"{rate:,.0f} entries/s  lag {progress.published - progress.done:,}  {pluralize(batches, 'batch', 'batches')}  "
             f"{progress.dead:,} dead letters{left}"
         )

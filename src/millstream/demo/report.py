@@ -11,6 +11,7 @@ from rich.table import Table
 
 from millstream.demo.audit import Audit
 from millstream.demo.reference import Departure
+from millstream.redis_client.formats import pluralize
 
 _SHOWN = 5
 _ENOUGH_FLIGHTS = 50
@@ -107,7 +108,7 @@ def _verdict(outcome: Outcome) -> Table:
     for name, count, how in faults:
         table.add_row(name, f"[red]{count:,}[/]" if count else "[green]0[/]", how)
     table.add_row("time", f"{outcome.seconds:,.1f} s", "first publication to last commit")
-    table.add_row("throughput", f"{outcome.rate:,.0f}/s", f"in {outcome.batches:,} batches")
+    table.add_row("throughput", f"{outcome.rate:,.0f}/s", f"in {pluralize(outcome.batches, 'batch', 'batches')}")
     return table
 
 
