@@ -39,7 +39,10 @@ def test_the_program_of_a_page_prints_the_output_that_the_page_shows(
     bench.add_raw("orders", entries, (f"1795426268370-{n}" for n in range(len(entries))))
     paths = {f'"{name}"': f'"{bench.folder / name}"' for name in program.folders}
     address = bench.url.removeprefix("redis://").partition("/")[0]
-    files = write_files(program.page, bench.folder, {**paths, REDIS: address})
+    # The JVM of these tests has no MILLSTREAM_URL.
+    source = '.readStream.format("redis-streams")'
+    given = {source: f'{source}.option("url", "{bench.url}")'}
+    files = write_files(program.page, bench.folder, {**paths, REDIS: address, **given})
     runpy.run_path(str(files[program.file]))
     assert output_below(program.page, program.file) in capsys.readouterr().out
 

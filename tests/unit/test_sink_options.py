@@ -3,6 +3,7 @@
 import pytest
 
 from millstream.errors import ConfigError
+from millstream.redis_client import DEFAULT_URL
 from millstream.spark.sink import WriteOptions
 from millstream.spark.sink.options import Layout, SinkOptions, parse_sink
 
@@ -66,9 +67,8 @@ def test_a_wrong_option_is_one_line_that_says_what_to_change(given: dict[str, st
     assert "\n" not in str(caught.value)
 
 
-def test_the_error_for_a_missing_url_says_how_to_give_one() -> None:
-    with pytest.raises(ConfigError, match="MILLSTREAM_URL"):
-        parse_sink({"stream": "a"}, {})
+def test_without_an_option_and_a_variable_the_url_is_the_default_one() -> None:
+    assert parse_sink({"stream": "a"}, {}).url == DEFAULT_URL
 
 
 def test_a_transaction_number_is_for_batches_only() -> None:

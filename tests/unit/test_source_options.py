@@ -4,6 +4,7 @@ import pytest
 
 from millstream.errors import ConfigError
 from millstream.model import ZERO_ID, EntryId
+from millstream.redis_client import DEFAULT_URL
 from millstream.spark.source.offset_bounds import OffsetBounds, Timestamp
 from millstream.spark.source.options import Columns, Limits, Sharing, SourceOptions, parse
 
@@ -41,8 +42,11 @@ def test_a_streaming_query_names_its_progress_group_or_says_that_it_has_none() -
         assert found.group == group
 
 
-def test_the_url_may_come_from_the_environment() -> None:
-    assert parse({"subscribe": "a"}, {"MILLSTREAM_URL": URL}).url == URL
+def test_without_an_option_the_url_is_that_of_the_environment_or_the_default_one() -> None:
+    elsewhere = {"MILLSTREAM_URL": "redis://elsewhere:1/0"}
+    assert parse({"subscribe": "a"}, elsewhere).url == "redis://elsewhere:1/0"
+    assert parse({"subscribe": "a", "url": URL}, elsewhere).url == URL
+    assert parse({"subscribe": "a"}, {}).url == parse({"subscribe": "a"}, {"MILLSTREAM_URL": ""}).url == DEFAULT_URL
 
 
 @pytest.mark.parametrize(
@@ -121,9 +125,7 @@ def test_a_wrong_option_is_one_line_that_says_what_to_change(given: dict[str, st
     assert "\n" not in str(caught.value)
 
 
-def test_the_error_for_a_missing_url_or_stream_says_how_to_name_it() -> None:
-    with pytest.raises(ConfigError, match="MILLSTREAM_URL"):
-        parse({"subscribe": "a"}, {})
+def test_the_error_for_a_missing_stream_says_how_to_name_it() -> None:
     with pytest.raises(ConfigError, match="either by option"):
         parse({"url": URL}, {})
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from millstream.errors import ConfigError, did_you_mean
+from millstream.redis_client import DEFAULT_URL
 from millstream.spark.limits import MAX_LONG
 
 STATES = "reading states"
@@ -36,13 +37,8 @@ class OptionParser:
         return cls({known[name.lower()]: value for name, value in user_options.items()})
 
     def url(self, environ: Mapping[str, str]) -> str:
-        """The URL of Redis. Raises ConfigError if neither the option nor MILLSTREAM_URL is set."""
-        url = self.text("url") or environ.get("MILLSTREAM_URL", "")
-        if not url:
-            raise ConfigError(
-                'no URL of Redis: set option("url", "redis://HOST:6379/0") or the environment variable MILLSTREAM_URL'
-            )
-        return url
+        """The URL of Redis: the option, or MILLSTREAM_URL, or that of a server on the same machine, as for producers."""
+        return self.text("url") or environ.get("MILLSTREAM_URL") or DEFAULT_URL
 
     def text(self, name: str) -> str | None:
         """The value of an option; None if it is not set. Raises ConfigError for an empty one."""
