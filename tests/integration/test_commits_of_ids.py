@@ -126,3 +126,41 @@ def test_incomplete_ids_whose_acknowledgement_redis_refuses_stay_incomplete(clie
     assert client.execute("HLEN", KEYS.incomplete) == 3
     assert mine.commit(ids) == []
     assert (client.execute("HLEN", KEYS.incomplete), committed(client)) == (0, 3)
+
+
+def test_entries_that_were_incomplete_beyond_the_committed_id_are_committed_once(client: Client) -> None:
+    """A checkpoint stores those that run while the group is set back; then the group is lost."""
+    ids = fill(client, 3 * MANY)
+    mine = worker(client)
+    client.execute("XGROUP", "SETID", "in", KEYS.group, ids[MANY - 1])
+    mine.fetch(count=MANY)
+    client.execute("XGROUP", "SETID", "in", KEYS.group, "0")
+    mine.checkpoint()
+    assert mine.commit(ids[MANY : 2 * MANY]) == []
+    mine.fetch(count=3 * MANY)
+    assert mine.commit(ids[:MANY]) == []
+    assert mine.commit(ids[MANY : 2 * MANY]) == ids[MANY : 2 * MANY], "committed before"
+    assert mine.commit(ids[2 * MANY :]) == []
+    assert (committed(client), committed_id(client)) == (3 * MANY, ids[-1])
+    client.execute("XGROUP", "DESTROY", "in", KEYS.group)
+    mine.join()
+    again = [one.id for one in mine.claim_idle(count=1_000)]
+    assert mine.commit(again) == again
+    assert committed(client) == 3 * MANY
+
+
+@pytest.mark.parametrize("command", ["xinfo|groups", "unlink"])
+def test_ids_are_committed_once_while_redis_refuses_what_would_move_the_committed_id(
+    client: Client, command: str
+) -> None:
+    ids = fill(client, 2 * MANY)
+    mine = worker(client)
+    mine.fetch(count=2 * MANY)
+    client.execute("ACL", "SETUSER", "default", f"-{command}")
+    try:
+        assert mine.commit(ids[:MANY]) == []
+    finally:
+        client.execute("ACL", "SETUSER", "default", f"+{command}")
+    assert mine.commit(ids[:MANY]) == ids[:MANY], "committed before"
+    assert mine.commit(ids[MANY:]) == []
+    assert (committed(client), pending(client), committed_id(client)) == (2 * MANY, 0, ids[-1])

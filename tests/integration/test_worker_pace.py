@@ -9,6 +9,7 @@ import pytest
 
 from millstream import Message, Retry
 from millstream.delivery.commit_store import CommitStore, reservation_size
+from millstream.handlers.handler import Handler
 from millstream.observability.health import Health
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
@@ -274,3 +275,53 @@ def test_messages_behind_one_that_failed_count_once_as_read_and_in_the_rate(
         eventually(lambda: client.execute("XLEN", "out") == 200)
     assert loop.loop_metrics.read == 200
     assert reserved["in"] < 200 + 2 * reservation_size(1_000)
+
+
+def returning(client: Client, count: int, hold: threading.Event) -> Handler:
+    """A handler whose first message of each key fails once it is let go; so many messages go back behind each."""
+    client.pipeline([("XADD", "in.b", "*", "n", n, "k", n % 2) for n in range(2 * (count + 1))])
+
+    def fail_first(message: Message) -> dict[str, bytes]:
+        if int(message.fields["n"]) < 2 and message.attempt == 1:
+            assert hold.wait(FAIL_SAFE_S)
+            raise RuntimeError
+        return {"n": message.fields["n"]}
+
+    return make(fail_first, pattern="in.*", key="k", retry=Retry(attempts=3, delay_ms=1))
+
+
+def test_messages_that_went_back_are_no_reservation_at_a_rate_that_was_set_since(client: Client) -> None:
+    """They were read without a rate; then an operator sets one of an hour for each message."""
+    hold = threading.Event()
+    store = CommitStore(client, app="app", handler="handle")
+    with working(client, returning(client, 7, hold)) as loop:
+        eventually(lambda: len(loop._in_flight) == 16)
+        store.set_rate(["in.b"], 1 / 3_600)
+        eventually(lambda: loop._ordering.streams["in.b"].rate_override is not None)
+        hold.set()
+        eventually(lambda: loop.loop_metrics.retried == 2)
+        eventually(lambda: loop._ordering.fetcher._rate_limiter.is_waiting)
+        eventually(lambda: not len(loop._in_flight))
+        assert client.execute("XLEN", "out") <= 2 + reservation_size(1 / 3_600), (
+            "the two that failed, and a reservation"
+        )
+        store.set_rate(["in.b"], None)
+        eventually(lambda: client.execute("XLEN", "out") == 16)
+
+
+def test_messages_that_go_back_on_a_stream_without_a_rate_end_no_worker(client: Client) -> None:
+    """The rate of another stream was set while they were in flight, and this stream was paused."""
+    hold = threading.Event()
+    store = CommitStore(client, app="app", handler="handle")
+    with working(client, returning(client, 7, hold)) as loop:
+        client.execute("XADD", "in.a", "*", "n", 1_000, "k", "a")
+        eventually(lambda: client.execute("XLEN", "out") == 1 and len(loop._in_flight) == 16)
+        store.set_paused(["in.b"], paused=True)
+        store.set_rate(["in.a"], 1_000)
+        streams = loop._ordering.streams
+        eventually(lambda: streams["in.b"].pause is not None and streams["in.a"].rate_override is not None)
+        hold.set()
+        client.execute("XADD", "in.a", "*", "n", 1_001, "k", "a")
+        eventually(lambda: client.execute("XLEN", "out") == 2)
+        store.set_paused(["in.b"], paused=False)
+        eventually(lambda: client.execute("XLEN", "out") == 18)

@@ -91,6 +91,7 @@ def test_a_runner_that_is_busy_is_not_waking(stream: ReliableStream, in_flight: 
         if kind == "plain"
         else runner_of(handle_async, AsyncRunner, in_flight, concurrency=1)
     )
+    in_flight.on_buffered = runner.notify
     with running(runner, in_flight):
         in_flight.add([delivery(stream, 1), delivery(stream, 2)], 0)
         assert started.wait(FAIL_SAFE_S)

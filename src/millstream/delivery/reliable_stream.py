@@ -116,8 +116,7 @@ class LeasedKey(msgspec.Struct, eq=False):
     * `in_flight_count`: how many of its entries were claimed and are not committed
     * `committed_state`: the key's state in Redis
     * `last_run`: the last entry that was run under it, once that is known
-    * `releasing`: its release is under way
-    * `returned`: those of its entries that have not begun are counted as returned to the queue
+    * `releasing`: its release is under way; `returned`: its entries that have not begun are counted as returned
     * `cancellation`: which of its entries an earlier dead letter of the key has canceled
     * `expired`: another worker may have leased the queue: nothing more may begin
     * `key`: the key, or None if the entry has none

@@ -83,7 +83,7 @@ class LeaseFetcher(Fetcher[KeyedStream]):
         with contextlib.suppress(Empty):
             while True:
                 name, count = self._in_flight.returned.get_nowait()
-                self._rate_limiter.consume(name, -count)
+                self._rate_limiter.give_back(name, count)
                 self._uncounted += count
 
 

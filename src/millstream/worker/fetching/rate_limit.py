@@ -34,6 +34,8 @@ class RateLimiter:
         self._clock = clock
         self._joined = joined
         self._reserved: dict[str, int] = defaultdict(int)
+        self._read: dict[str, int] = defaultdict(int)
+        """Entries that were read at the rate that holds now."""
         self._due_ms: dict[str, float] = {}
         self._last_due_ms = float("-inf")
         self._overrides: dict[str, RateOverride] = {}
@@ -69,6 +71,18 @@ class RateLimiter:
         """Note that `count` entries of a stream were read."""
         if self.is_active:
             self._reserved[stream] -= count
+            self._read[stream] += count
+
+    def give_back(self, stream: str, count: int) -> None:
+        """Note that `count` entries of a stream went back before they had begun: their next read counts them.
+
+        Only those count that were read at the rate that holds now, and no more are kept than one reservation has.
+        """
+        if stream in self._due_ms and (rate := self._rate_of(stream)) is not None:
+            room = max(0, reservation_size(rate) - self._reserved[stream])
+            back = min(count, self._read[stream], room)
+            self._reserved[stream] += back
+            self._read[stream] -= back
 
     def _follow(self, stream: ReliableStream) -> None:
         """Drop what was reserved at another rate than the one that is known to hold now."""
@@ -80,15 +94,18 @@ class RateLimiter:
             self._overrides[name] = override
 
     def _forget(self, name: str) -> None:
-        for known in (self._overrides, self._reserved, self._due_ms):
+        for known in (self._overrides, self._reserved, self._read, self._due_ms):
             known.pop(name, None)
         self._last_due_ms = max(self._due_ms.values(), default=float("-inf"))
+
+    def _rate_of(self, name: str) -> float | None:
+        override = self._overrides.get(name)
+        return self._rate if override is None else override.rate
 
     def _reserve(self, stream: ReliableStream) -> None:
         """Reserve the next entries of a stream; nothing if the rate has changed."""
         name = stream.stream
-        override = self._overrides.get(name)
-        rate = self._rate if override is None else override.rate
+        override, rate = self._overrides.get(name), self._rate_of(name)
         if rate is None:
             self._reserved[name], self._due_ms[name] = _NO_LIMIT, float("-inf")
             return

@@ -273,19 +273,26 @@ local ADVANCE_FROM = 100 -- ids: two commands tell whether the committed id may 
 local function is_all_committed(id)
   local first = redis.call('XPENDING', KEYS[7], group, '-', '+', 1)[1]
   if first and not less(id, first[1]) then return false end
-  for _, items in ipairs(redis.call('XINFO', 'GROUPS', KEYS[7])) do
+  local groups = redis.pcall('XINFO', 'GROUPS', KEYS[7])
+  for _, items in ipairs(groups.err and {} or groups) do
     if items[2] == group then return not less(items[8], id) end -- name, last-delivered-id
   end
+  return false
+end
+
+-- Move the committed id beyond all offsets and all incomplete entries that it has passed; false if Redis refuses that.
+local function move_committed_id(id)
+  local moved = redis.pcall('HSET', KEYS[1], 'committed_id', id)
+  if type(moved) == 'table' and moved.err then return false end
+  committed_id, committed_ms = id, string.match(id, '^%d+')
+  -- A checkpoint may have stored entries beyond the committed id as incomplete, while the group was set back.
+  redis.pcall('UNLINK', KEYS[2], KEYS[6])
+  return true
 end
 
 -- Store that a portion of ids is committed. No offset is above its last one.
 local function store_portion(from, to)
-  if to - from + 1 >= ADVANCE_FROM and is_all_committed(ARGV[to]) then
-    committed_id, committed_ms = ARGV[to], string.match(ARGV[to], '^%d+')
-    redis.call('HSET', KEYS[1], 'committed_id', committed_id)
-    redis.call('UNLINK', KEYS[2])
-    return
-  end
+  if to - from + 1 >= ADVANCE_FROM and is_all_committed(ARGV[to]) and move_committed_id(ARGV[to]) then return end
   local offsets, count = {}, 0
   for i = from, to do
     offsets[count + 1], offsets[count + 2] = 'i' .. ARGV[i], ARGV[i]
