@@ -1,6 +1,7 @@
 """Permits that cost less than two round trips a message: kept for the next message of a key, and asked for together."""
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -314,6 +315,14 @@ def test_the_error_of_a_return_ends_an_async_worker_whose_event_loop_is_at_its_e
         if self._main_task is None or callback != self._main_task.cancel:  # the cancellation comes too late
             real_call_soon(self, callback)
 
+    def run(self: AsyncRunner) -> None:
+        try:
+            real_run(self)
+        finally:
+            time.sleep(0.1)  # the rest of the stop goes on meanwhile
+
+    real_run = AsyncRunner.run
+    monkeypatch.setattr(AsyncRunner, "run", run)
     monkeypatch.setattr(KeyedStream, "exchange_permits", exchange_permits)
     monkeypatch.setattr(AsyncRunner, "_call_soon", call_soon)
     publish(client, "k")

@@ -158,7 +158,7 @@ WRONG: list[tuple[str, dict[str, str], str, str]] = [
     ("n strng", {}, "", "column n has the type 'strng', which Spark does not know; did you mean 'string'?"),
     ("n long, `a b` duble", {}, "", "did you mean 'double'?"),
     ("n string", {"minPartitions": "two"}, "", "app.copy cannot be built: option minPartitions='two' must be a whole"),
-    ("n string", {}, "redis:/nowhere", "is not a Redis URL"),
+    ("n string", {}, "redis:/nowhere", "the URL must begin with redis://"),
     ("n string", {}, "redis://127.0.0.1:{port}/99", "has no database of this number"),
     ("n string", {}, "redis://nobody:wrong@127.0.0.1:{port}/0", "refuses the credentials"),
 ]

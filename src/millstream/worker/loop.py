@@ -60,6 +60,7 @@ logger = logging.getLogger(__name__)
 _TIMEOUT_SLACK_MS = 10_000
 _FULL_WAIT_S = 0.02
 _POLL_S = 0.005
+_RUNNER_END_S = 1.0
 _YIELD_S = 0.00005
 """How long the fetcher leaves the interpreter to a runner that it has woken for `_FEW` messages at most, in seconds."""
 _FEW = 16
@@ -211,6 +212,7 @@ class ReadingLoop:
         self._runs_ended.set()
         self._join_threads(renewals)
         self._runner.cancel_all()
+        self._join_threads([runner], most_s=_RUNNER_END_S)  # what ended it must not be missed; one that hangs is left
         self._in_flight.completions.close()
         self._join_threads([committer])
         if self.handler.limit is not None and not self._is_redis_silent:
@@ -415,9 +417,9 @@ class ReadingLoop:
                 return
             time.sleep(_POLL_S)
 
-    def _join_threads(self, threads: Sequence[threading.Thread]) -> None:
+    def _join_threads(self, threads: Sequence[threading.Thread], most_s: float = float("inf")) -> None:
         for thread in threads:
-            thread.join(max(0.0, self._deadline_ms - self._clock.monotonic_ms()) / 1000)
+            thread.join(min(most_s, max(0.0, self._deadline_ms - self._clock.monotonic_ms()) / 1000))
 
 
 def _tracked_delayed_messages(client: Client, clock: Clock) -> "TrackedDelayedMessages":
