@@ -2,6 +2,9 @@
 id, any other one leaves an offset for each entry.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 
 from millstream.delivery.commit_store import CommitStore
@@ -46,6 +49,23 @@ def committed(client: Client) -> int:
     return int(client.execute("HGET", KEYS.meta, "committed") or 0)
 
 
+@contextmanager
+def refused(client: Client, command: str) -> Iterator[None]:
+    """Redis refuses a command of all users within the block."""
+    client.execute("ACL", "SETUSER", "default", f"-{command}")
+    try:
+        yield
+    finally:
+        client.execute("ACL", "SETUSER", "default", f"+{command}")
+
+
+def fetch_beyond(client: Client, mine: ReliableStream, ids: list[bytes]) -> None:
+    """An operator skips entries, and sets the group back while the next ones run."""
+    client.execute("XGROUP", "SETID", "in", KEYS.group, ids[MANY - 1])
+    mine.fetch(count=MANY)
+    client.execute("XGROUP", "SETID", "in", KEYS.group, "0")
+
+
 def test_many_ids_with_nothing_pending_before_them_move_the_committed_id(client: Client) -> None:
     ids = fill(client, MANY + 5)
     mine = worker(client)
@@ -75,9 +95,7 @@ def test_ids_do_not_move_the_committed_id_beyond_entries_that_the_group_is_set_b
     """An operator skips entries, changes his mind and sets the group back while entries behind them run."""
     ids = fill(client, 2 * MANY)
     mine = worker(client)
-    client.execute("XGROUP", "SETID", "in", KEYS.group, ids[MANY - 1])
-    mine.fetch(count=MANY)
-    client.execute("XGROUP", "SETID", "in", KEYS.group, "0")
+    fetch_beyond(client, mine, ids)
     assert mine.commit(ids[MANY:]) == []
     assert (committed_id(client), offsets(client)) == (b"0-0", MANY)
     mine.fetch(count=MANY)
@@ -101,12 +119,8 @@ def test_ids_whose_acknowledgement_redis_refuses_are_not_counted(client: Client)
     mine = worker(client)
     mine.fetch(count=2 * MANY)
     for some in (ids[: MANY // 2], ids[:MANY], [ids[0], *ids[2 : 2 * MANY]]):
-        client.execute("ACL", "SETUSER", "default", "-xack")
-        try:
-            with pytest.raises(AccessDenied):
-                mine.commit(some)
-        finally:
-            client.execute("ACL", "SETUSER", "default", "+xack")
+        with refused(client, "xack"), pytest.raises(AccessDenied):
+            mine.commit(some)
         assert (committed(client), offsets(client), pending(client)) == (0, 0, 2 * MANY)
     assert mine.commit(ids) == []
     assert committed(client) == 2 * MANY
@@ -117,12 +131,8 @@ def test_incomplete_ids_whose_acknowledgement_redis_refuses_stay_incomplete(clie
     mine = worker(client)
     mine.fetch(count=3)
     mine.checkpoint()
-    client.execute("ACL", "SETUSER", "default", "-xack")
-    try:
-        with pytest.raises(AccessDenied):
-            mine.commit(ids)
-    finally:
-        client.execute("ACL", "SETUSER", "default", "+xack")
+    with refused(client, "xack"), pytest.raises(AccessDenied):
+        mine.commit(ids)
     assert client.execute("HLEN", KEYS.incomplete) == 3
     assert mine.commit(ids) == []
     assert (client.execute("HLEN", KEYS.incomplete), committed(client)) == (0, 3)
@@ -132,9 +142,7 @@ def test_entries_that_were_incomplete_beyond_the_committed_id_are_committed_once
     """A checkpoint stores those that run while the group is set back; then the group is lost."""
     ids = fill(client, 3 * MANY)
     mine = worker(client)
-    client.execute("XGROUP", "SETID", "in", KEYS.group, ids[MANY - 1])
-    mine.fetch(count=MANY)
-    client.execute("XGROUP", "SETID", "in", KEYS.group, "0")
+    fetch_beyond(client, mine, ids)
     mine.checkpoint()
     assert mine.commit(ids[MANY : 2 * MANY]) == []
     mine.fetch(count=3 * MANY)
@@ -156,11 +164,8 @@ def test_ids_are_committed_once_while_redis_refuses_what_would_move_the_committe
     ids = fill(client, 2 * MANY)
     mine = worker(client)
     mine.fetch(count=2 * MANY)
-    client.execute("ACL", "SETUSER", "default", f"-{command}")
-    try:
+    with refused(client, command):
         assert mine.commit(ids[:MANY]) == []
-    finally:
-        client.execute("ACL", "SETUSER", "default", f"+{command}")
     assert mine.commit(ids[:MANY]) == ids[:MANY], "committed before"
     assert mine.commit(ids[MANY:]) == []
     assert (committed(client), pending(client), committed_id(client)) == (2 * MANY, 0, ids[-1])

@@ -42,7 +42,7 @@ RECOVER_LEASES = Script("keys/recover_leases")
 LOWEST_QUEUED_ID = Script("keys/lowest_queued_id")
 
 NEARLY_FULL = 0.8
-"""From this share of the look-ahead on, operators are told that key queues are nearly full."""
+"""From this share of the look-ahead on, the log and `key list` report that key queues are nearly full."""
 
 _ENQUEUED_AT_ONCE = 1_000
 _FIRST_READ = 100

@@ -125,8 +125,7 @@ async def attempt(handler: Handler, message: Message, blob: bytes) -> Outcome:
     if not isinstance(prepared, tuple):
         return prepared
     state, arguments = prepared
-    ended = await _run(handler, message, arguments)
-    return NO_EFFECTS if ended is _NO_RESULTS and state is _NO_STATE else _outcome_of(handler, message, state, ended)
+    return _outcome_of(handler, message, state, await _run(handler, message, arguments))
 
 
 def attempt_plain(handler: Handler, message: Message, blob: bytes, guard: TimeLimiter | None = None) -> Outcome:
@@ -136,7 +135,7 @@ def attempt_plain(handler: Handler, message: Message, blob: bytes, guard: TimeLi
         return prepared
     state, arguments = prepared
     ended = _call(handler, message, arguments) if guard is None else _run_plain(handler, message, arguments, guard)
-    return NO_EFFECTS if ended is _NO_RESULTS and state is _NO_STATE else _outcome_of(handler, message, state, ended)
+    return _outcome_of(handler, message, state, ended)
 
 
 def timed_out(handler: Handler, message: Message, *, where: TracebackType | None = None, alone: bool = True) -> Outcome:
@@ -250,6 +249,8 @@ def _newer_code_wait_ms(retry: Retry) -> float:
 
 
 def _outcome_of(handler: Handler, message: Message, state: State, ended: RunResult) -> Outcome:
+    if ended is _NO_RESULTS and state is _NO_STATE:
+        return NO_EFFECTS
     outputs, timers, raised = ended
     if raised is not None:
         return _error_outcome(handler, message, raised)

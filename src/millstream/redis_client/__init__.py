@@ -17,6 +17,8 @@ else:
     )
 
 DEFAULT_URL = "redis://127.0.0.1:6379/0"
-"""The URL that commands, producers, and the source and the sink of Spark use where neither an argument nor MILLSTREAM_URL gives one."""
+"""The URL that commands, producers, and the source and the sink of Spark use, if neither an argument nor MILLSTREAM_URL
+gives one.
+"""
 
 __all__ = ["DEFAULT_URL", "Client", "EmbeddedServer"]

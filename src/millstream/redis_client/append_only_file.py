@@ -25,7 +25,8 @@ def drop_unfinished_transaction(program: str, folder: Path, *, timeout_ms: float
     * `folder`: the server's data folder
     * `timeout_ms`: bounds the check of a file
 
-    Raises `ServerError` if the check takes longer. Leaves every other fault of the file to the server, which says what to do.
+    Raises `ServerError` if the check takes longer. Leaves every other fault of the file to the server, which says what
+    to do.
     """
     for manifest in folder.glob("*/*.manifest"):
         command = ["redis-check-aof", manifest.name]
