@@ -58,6 +58,7 @@ ELSEWHERE = {
     "tail": "tests/integration/test_commands_tail.py compares a gap",
     "relay postgres": "tests/integration/test_relay_postgres.py compares what it prints",
     "demo": "tests/spark/test_demo.py compares what it prints",
+    "class-archive": "tests/spark/test_class_archive.py compares what it prints",
 }
 """Commands with sections that other tests compare, and where."""
 

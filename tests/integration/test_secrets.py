@@ -96,7 +96,7 @@ SERVICES = {
 """Commands that go on until they are stopped, and wait for Redis meanwhile."""
 
 ELSEWHERE = {"doctor": "below", "run": "tests/spark/test_run_command.py", "demo": "starts what `run` starts"}
-WITHOUT_URL = {"dev", "init", "acl"}
+WITHOUT_URL = {"dev", "init", "acl", "class-archive"}
 
 
 @pytest.fixture

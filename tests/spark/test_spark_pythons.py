@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.java import HOME
 from tests.support.spark_pythons import DAEMON, RUNNER, WORKERS, quick_spark_pythons
 from tests.support.waiting import FAIL_SAFE_S
 
@@ -23,7 +22,7 @@ def forked() -> Iterator[None]:
 
 def start(*arguments: str, **environment: str) -> subprocess.Popen[bytes]:
     """What Spark does, with the import path of the home that tests give it."""
-    path = os.pathsep.join([str(HOME / "python" / "lib" / "pyspark.zip"), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([f"{os.environ['SPARK_HOME']}/python/lib/pyspark.zip", os.environ.get("PYTHONPATH", "")])
     return subprocess.Popen(
         [sys.executable, "-m", *arguments],
         env={**os.environ, "PYTHONPATH": path, **environment},

@@ -6,6 +6,7 @@ No other module checks for a version, or uses the Java side of a session.
 """
 
 import subprocess
+from contextlib import suppress
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ __all__ = [
     "SupportsTriggerAvailableNow",
     "activate",
     "arrow_schema",
+    "end_java",
     "has_java",
     "java_classes",
     "java_context",
@@ -171,6 +173,19 @@ def java_process() -> "subprocess.Popen[bytes] | None":
     from pyspark import SparkContext
 
     return getattr(SparkContext._gateway, "proc", None)
+
+
+def end_java(within_s: float) -> int | None:
+    """End the Java process of this process's stopped sessions; return its exit code, None if it has not ended in time."""
+    from pyspark import SparkContext
+
+    gateway: Any = SparkContext._gateway
+    SparkContext._gateway = SparkContext._jvm = None
+    gateway.shutdown()
+    gateway.proc.stdin.close()  # Spark's Java ends with its standard input (PythonGatewayServer)
+    with suppress(subprocess.TimeoutExpired):
+        gateway.proc.wait(within_s)
+    return gateway.proc.returncode  # type: ignore[no-any-return]
 
 
 def java_classes(spark: "SparkSession") -> Any:

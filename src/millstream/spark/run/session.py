@@ -23,6 +23,7 @@ from millstream.errors import ConfigError, PipelineFailed
 from millstream.handlers.handler import Handler
 from millstream.spark.run.connect_guard import refuse_connect
 from millstream.spark.run.failures import java_reason
+from millstream.spark.run.spark_home import archive_options, use_quick_home
 from millstream.spark.versions import (
     LOCAL_CHECKPOINTS,
     SETTINGS,
@@ -56,6 +57,7 @@ _MAX_EXIT_CODE = 128
 """A shell whose program a signal has ended, and Java itself, end with a greater code."""
 _LAUNCHER_WAS_KILLED = re.compile(r"[^;]*spark-class: line \d+: CMD: [^;]*")
 """All that Spark's script says if the Java process that only puts the command together has ended without a word."""
+_WRITES_ARCHIVE = "-XX:ArchiveClassesAtExit="
 JAVA_ENDED = (
     "Spark's Java process has ended: killed, or out of memory. Run the same command again: committed messages are not "
     "repeated"
@@ -122,6 +124,8 @@ def open_session(
         logging.getLogger().addFilter(_is_not_py4j)
     java_options = f"{_STACK} -Dlog4j2.configurationFile=file:{log_file} -Dmillstream.spark.log={level}"
     settings = default_settings(master, checkpoint) | dict(conf)
+    if not is_cluster(master) and not has_java():
+        java_options += _quick_start_options(settings.get(_JAVA_OPTIONS, ""))
     settings[_JAVA_OPTIONS] = f"{java_options} {settings.get(_JAVA_OPTIONS, '')}".strip()
     whole = SparkConf().setAppName(name).setMaster(master).setAll(list(settings.items()))
     if not has_java():
@@ -284,6 +288,14 @@ def _is_not_py4j(record: logging.LogRecord) -> bool:
 
 
 # --- The Java process ---
+
+
+def _quick_start_options(wanted: str) -> str:
+    """Use the quick home, and return the options of Java for its class archive. `wanted`: the user's own."""
+    home = use_quick_home()
+    if home is None or _WRITES_ARCHIVE in wanted:
+        return ""
+    return "".join(f' "{option}"' for option in archive_options(home))
 
 
 def _start_java(conf: SparkConf) -> None:

@@ -1,0 +1,129 @@
+"""Writes the class archive of Spark's Java process: a training run loads the classes that pipelines use.
+
+Java writes the archive when it ends (JEP 350, "Dynamic CDS Archives"). The training run needs no Redis: it has a source of
+its own, and otherwise the plan of a handler's micro-batch.
+"""
+
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition
+from pyspark.sql.types import StructType
+
+from millstream.errors import ConfigError
+from millstream.spark.engine.micro_batch import shuffle
+from millstream.spark.key_blocks import SCHEMA, bucket_count, make_blocks, sortable
+from millstream.spark.run.session import close_session, open_session
+from millstream.spark.run.spark_home import archive_name, use_quick_home
+from millstream.spark.versions import end_java, has_java, spark_schema
+
+_SOURCE = "millstream-training"
+_CORES = 2
+_WRITTEN_WITHIN_S = 300.0
+"""Java writes the archive in some 10 s on a quiet machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassArchive:
+    """A class archive: its file, its size in bytes, and how long it took, in seconds."""
+
+    path: Path
+    size_bytes: int
+    seconds: float
+
+
+def write_class_archive(on_step: Callable[[str], None]) -> ClassArchive:
+    """Write the class archive that later runs on this machine use, in place of an older one; `on_step` gets each step.
+
+    Raises ConfigError if there can be none here, or if Java writes none.
+    """
+    began_s = time.monotonic()
+    home = use_quick_home()
+    if home is None:
+        raise ConfigError(
+            "there is no place for a class archive: it needs PySpark from PyPI, no SPARK_HOME, and a folder that can be "
+            "written as $XDG_CACHE_HOME or ~/.cache"
+        )
+    if has_java():
+        raise ConfigError("Spark's Java process runs already: write the class archive from a new process")
+    with tempfile.TemporaryDirectory(dir=home) as folder:
+        written = Path(folder) / "classes.jsa"
+        on_step("starting Spark")
+        options = f'"-XX:ArchiveClassesAtExit={written}" -Xlog:disable'
+        spark = open_session(
+            "class-archive", master=f"local[{_CORES}]", conf={"spark.driver.extraJavaOptions": options}
+        )
+        on_step("running a pipeline of one message")
+        try:
+            _train(spark, f"{folder}/checkpoint")
+        finally:
+            close_session(spark)
+            on_step("writing the archive")
+            exit_code = end_java(_WRITTEN_WITHIN_S)
+        if exit_code != 0 or not written.exists():
+            raise ConfigError(
+                "Java has written no class archive: it needs Java 17 or later of OpenJDK, 200 MB of space in "
+                f"{home}, and no folder {home / 'conf'}"
+            )
+        for old in home.glob("classes-*.jsa"):
+            old.unlink(missing_ok=True)
+        size_bytes = written.stat().st_size
+        archive = written.rename(home / archive_name(size_bytes))
+    return ClassArchive(path=archive, size_bytes=size_bytes, seconds=time.monotonic() - began_s)
+
+
+def _train(spark: SparkSession, checkpoint: str) -> None:
+    """Run the plan of a handler's micro-batch once, and a query of Spark SQL on its rows."""
+    spark.dataSource.register(_Source)
+    done: list[int] = []
+
+    def process(frame: DataFrame, _: int) -> None:
+        done.append(len(shuffle(frame, _CORES).mapInArrow(_unchanged, frame.schema).collect()))
+        frame.groupBy("stream").count().collect()
+
+    frame = spark.readStream.format(_SOURCE).load()
+    query = frame.writeStream.foreachBatch(process).option("checkpointLocation", checkpoint).start()
+    try:
+        query.processAllAvailable()
+    finally:
+        query.stop()
+    if sum(done) != 1:
+        raise ConfigError(f"the training run has processed {sum(done)} messages, and not 1")
+
+
+def _unchanged(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    yield from batches
+
+
+class _Source(DataSource):
+    """A stream of one block with one message."""
+
+    @classmethod
+    def name(cls) -> str:
+        return _SOURCE
+
+    def schema(self) -> StructType:
+        return spark_schema(SCHEMA)
+
+    def streamReader(self, schema: StructType) -> "_Reader":  # noqa: N802 - Spark's names
+        return _Reader()
+
+
+class _Reader(DataSourceStreamReader):
+    def initialOffset(self) -> dict[str, Any]:  # noqa: N802
+        return {"blocks": 0}
+
+    def latestOffset(self, *_: Any) -> dict[str, Any]:  # noqa: N802 - Spark 4.2 passes start and limit
+        return {"blocks": 1}
+
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
+        return [InputPartition(0)] * (end["blocks"] - start["blocks"])
+
+    def read(self, _: InputPartition) -> Iterator[pa.RecordBatch]:
+        yield make_blocks([(_SOURCE, {b"key": [b"1-0", b""]}, sortable(b"1-0"))], bucket_count(_CORES))

@@ -1,0 +1,68 @@
+"""Spark's home for a run on one machine: it has no archive of PySpark, and the user's own settings come first."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from millstream.spark.run.spark_home import archive_name, class_archive, quick_home, use_quick_home
+
+pytestmark = [pytest.mark.spark]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache folder of a user who has set no home for Spark."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("SPARK_HOME", raising=False)
+    return tmp_path / "cache"
+
+
+def test_the_home_has_the_programs_of_pyspark_and_no_archive_of_it(cache: Path) -> None:
+    home = use_quick_home()
+    assert home is not None
+    assert home.is_relative_to(cache)
+    assert os.environ["SPARK_HOME"] == str(home)
+    assert (home / "bin" / "spark-submit").exists()
+    assert list(home.glob("jars/spark-core_*.jar"))
+    assert not (home / "python").exists()
+
+
+def test_a_home_that_exists_is_used_again() -> None:
+    assert use_quick_home() == use_quick_home() == quick_home()
+
+
+def test_a_home_that_the_user_has_set_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARK_HOME", "/opt/spark")
+    assert use_quick_home() is None
+    assert os.environ["SPARK_HOME"] == "/opt/spark"
+
+
+def test_without_a_cache_folder_spark_has_its_own_home(cache: Path) -> None:
+    cache.write_text("a file, and no folder")
+    assert use_quick_home() is None
+    assert "SPARK_HOME" not in os.environ
+
+
+def test_a_cache_folder_with_a_relative_path_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert quick_home().is_relative_to(tmp_path / ".cache")
+
+
+def test_each_java_has_an_archive_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = set()
+    for version in ("17.0.15", "17.0.16"):
+        (tmp_path / version / "bin").mkdir(parents=True)
+        monkeypatch.setenv("JAVA_HOME", str(tmp_path / version))
+        names.add(archive_name(1))
+    (tmp_path / version / "release").write_text(f'JAVA_VERSION="{version}"')  # the same folder, after an update
+    names.add(archive_name(1))
+    assert len(names) == 3
+
+
+def test_an_archive_that_is_cut_off_is_not_used(tmp_path: Path) -> None:
+    (tmp_path / archive_name(4)).write_bytes(b"cut")
+    assert class_archive(tmp_path) is None
+    (tmp_path / archive_name(5)).write_bytes(b"whole")
+    assert class_archive(tmp_path) == tmp_path / archive_name(5)
