@@ -1,4 +1,4 @@
-"""The liveness keys of runs on Spark for a user whose rights do not cover them."""
+"""The liveness keys of runs on Spark: their end, and a user whose rights do not cover them."""
 
 import threading
 from collections.abc import Iterator
@@ -6,14 +6,19 @@ from contextlib import contextmanager
 
 import pytest
 
+from millstream.admin.liveness import find_runs, read_epochs
+from millstream.delivery.query_progress import QueryProgress, read_progress, report_progress
+from millstream.delivery.running_code import read_code, report_code
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import worker_name_key
-from millstream.spark.run.liveness import begin_run, keep_announced
+from millstream.spark.run.liveness import announce_run, begin_run, keep_announced, withdraw_run
+from tests.support.running_codes import CODE
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.spark]
 
 KEY = worker_name_key("shop", "spark:minutes")
+MINUTES = ("shop", "minutes")
 
 
 def login(client: Client, *rules: str) -> str:
@@ -38,6 +43,30 @@ def running(url: str, epoch: int) -> Iterator[list[set[str]]]:
     finally:
         over.set()
         thread.join(FAIL_SAFE_S)
+
+
+def report(client: Client, epoch: int) -> None:
+    """Report the progress and the code of a handler, as its run does."""
+    announce_run(client, "shop", ["minutes"], epoch=epoch)
+    report_progress(client, "shop", {"minutes": QueryProgress()})
+    report_code(client, "shop", {"minutes": CODE})
+
+
+def test_a_run_that_ends_removes_what_it_has_reported(client: Client) -> None:
+    report(client, epoch=7)
+    withdraw_run(client, "shop", ["minutes", "hours"], epoch=7, running={"minutes": CODE})
+    assert find_runs(client, [MINUTES]) == set()
+    assert read_progress(client, [MINUTES]) == {}
+    assert read_code(client, [MINUTES]) == {MINUTES: []}
+
+
+def test_a_run_that_ends_leaves_the_reports_of_a_newer_run(client: Client) -> None:
+    report(client, epoch=7)
+    announce_run(client, "shop", ["minutes"], epoch=8)
+    withdraw_run(client, "shop", ["minutes"], epoch=7, running={"minutes": CODE})
+    assert read_epochs(client, [MINUTES]) == {MINUTES: 8}
+    assert read_progress(client, [MINUTES]) == {MINUTES: QueryProgress()}
+    assert read_code(client, [MINUTES]) == {MINUTES: [CODE]}
 
 
 def test_a_run_that_may_not_write_its_liveness_keys_says_what_is_lost_and_still_ends_for_a_newer_run(

@@ -9,6 +9,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
 from millstream import App, Message, Retry, Rows
+from millstream.admin.liveness import find_runs
 from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.running_code import read_code
 from millstream.errors import AccessDenied, ConfigError, DataLoss, PipelineFailed, StaleOwner, Unavailable, WrongType
@@ -77,6 +78,28 @@ def test_operators_see_how_many_messages_the_last_batch_of_a_handler_had(pipelin
     assert batch is not None
     assert (batch.batch, batch.rows) == (0, 30)
     assert batch.rows_per_s == pytest.approx(30_000 / (batch.took_ms or 0))
+
+
+def test_operators_do_not_see_a_run_that_has_stopped(pipelines: Pipelines) -> None:
+    pipelines.add("in", {"n": 1})
+    with pipelines.running(app_of(nothing)):
+        eventually(lambda: find_runs(pipelines.client, [("app", "handle")]), "the run to be shown")
+        eventually(lambda: pipelines.reported("handle").rows, "its batch")
+    assert find_runs(pipelines.client, [("app", "handle")]) == set()
+    assert pipelines.reported("handle").rows is None
+
+
+def test_a_run_whose_query_does_not_stop_is_shown_until_its_key_expires(
+    pipelines: Pipelines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    withdrawn: list[object] = []
+    monkeypatch.setattr(runner.Supervisor, "_stop_queries", lambda self: False)
+    monkeypatch.setattr(runner, "withdraw_run", lambda *args, **more: withdrawn.append(args))
+    with pipelines.running(app_of(nothing)):
+        eventually(lambda: find_runs(pipelines.client, [("app", "handle")]), "the run to be shown")
+    for query in pipelines.spark.streams.active:
+        query.stop()
+    assert withdrawn == []
 
 
 def test_other_users_cannot_read_a_checkpoint_that_a_run_creates(pipelines: Pipelines) -> None:
@@ -212,9 +235,9 @@ def test_a_deferred_key_that_cannot_be_run_ends_the_run(pipelines: Pipelines) ->
 def test_handlers_stop_together(pipelines: Pipelines, monkeypatch: pytest.MonkeyPatch) -> None:
     all_of_them, whole, stopped = threading.Barrier(2), runner._stop, list[StreamingQuery]()
 
-    def stop(query: StreamingQuery) -> None:
+    def stop(query: StreamingQuery, on_stopped: Callable[[StreamingQuery], None]) -> None:
         all_of_them.wait(FAIL_SAFE_S)  # which no query passes before the others are being stopped
-        whole(query)
+        whole(query, on_stopped)
         stopped.append(query)
 
     monkeypatch.setattr(runner, "_stop", stop)

@@ -240,9 +240,10 @@ ROLES: Mapping[RoleName, Role] = {
             *_GROW,
             *_MIGRATE,
             "shared/hold_members",
+            "shared/hold_name",
             *_FIGURES,
         ),
-        direct="client|reply get hdel hexists hget hmget hscan hset set time xdel xgroup|create xgroup|destroy xgroup|setid xinfo|groups "
+        direct="client|reply del get hdel hexists hget hmget hscan hset set time xdel xgroup|create xgroup|destroy xgroup|setid xinfo|groups "
         "xinfo|stream xlen xpending xrange xreadgroup xrevrange zcard",
         optional="client|tracking info",
         never_executed="lpush",

@@ -52,7 +52,7 @@ def effects_on(admin: Client, entry_id: str) -> Effects:
 def run_on_spark(url: str, admin: Client) -> None:
     """Every operation of a pipeline in Redis, in the driver and in tasks, without Spark itself."""
     from millstream.spark.run.first_start import prepare_new
-    from millstream.spark.run.liveness import announce_run, replaced_names
+    from millstream.spark.run.liveness import announce_run, replaced_names, withdraw_run
     from millstream.spark.source.batch_planner import BatchPlanner
     from millstream.spark.source.options import parse
     from millstream.spark.source.progress_group import ProgressGroup
@@ -66,6 +66,7 @@ def run_on_spark(url: str, admin: Client) -> None:
         report_code(client, "shop", {"bill": CODE})
         report_progress(client, "shop", {"bill": QueryProgress()})
         assert replaced_names(client, "shop", ["bill"], epoch=epoch) == set()
+        withdraw_run(client, "shop", ["bill"], epoch=epoch, running={"bill": CODE})
         handler = handler_for()
         prepare_new(client, handler, ["orders"], "cp", start="resume", start_at="latest")
         prepare_new(client, handler, ["orders"], "cp", start="reprocess", start_at="earliest")

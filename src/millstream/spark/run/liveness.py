@@ -1,7 +1,8 @@
 """Liveness: a key in Redis for each running query, read by `millstream info`, as workers hold their names.
 
-Its value is the epoch of the run. Of two live runs of a stage the older one stops once it sees a greater epoch: handlers
-and the Redis sink have fences of their own, a stage that writes elsewhere has none.
+A run removes its keys when its queries have stopped; those of a run that dies expire. The value of a key is the epoch of
+the run. Of two live runs of a stage the older one stops once it sees a greater epoch: handlers and the Redis sink have
+fences of their own, a stage that writes elsewhere has none.
 """
 
 import logging
@@ -13,8 +14,9 @@ from millstream.delivery.query_progress import QueryProgress, report_progress
 from millstream.delivery.running_code import RunningCode, report_code
 from millstream.errors import AccessDenied, RedisError
 from millstream.redis_client.client import Client, raise_if_error
-from millstream.redis_client.key_names import run_name, worker_name_key
+from millstream.redis_client.key_names import query_progress_key, run_name, worker_name_key
 from millstream.redis_client.pipelining import call_all, server_time_us
+from millstream.worker.static_membership import HOLD_NAME
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +46,21 @@ def announce_run(client: Client, app: str, names: Iterable[str], *, epoch: int) 
     commands = [("SET", worker_name_key(app, run_name(one)), epoch, "PX", _TTL_MS) for one in names]
     for reply in client.pipeline(commands):
         raise_if_error(reply)
+
+
+def withdraw_run(
+    client: Client, app: str, names: Iterable[str], *, epoch: int, running: Mapping[str, RunningCode]
+) -> None:
+    """Remove what the run of this `epoch` has reported of these handlers and stages, at its end. Raises RedisError.
+
+    What a newer run has announced meanwhile stays. `running`: the code of the handlers.
+    """
+    asked = list(names)
+    keys = {name: worker_name_key(app, run_name(name)) for name in asked}
+    replies = client.scripts([(HOLD_NAME, (keys[name],), (epoch, 0)) for name in asked])
+    ended = [name for name, was_own in zip(asked, replies, strict=True) if was_own]
+    call_all(client, [("DEL", query_progress_key(app, name)) for name in ended])
+    report_code(client, app, {name: one for name, one in running.items() if name in ended}, held_ms=0)
 
 
 def replaced_names(client: Client, app: str, names: Sequence[str], *, epoch: int) -> set[str]:

@@ -36,7 +36,7 @@ from millstream.spark.run.connect_guard import refuse_session
 from millstream.spark.run.delayed_mover import move_delayed
 from millstream.spark.run.failures import Failure, failure_of
 from millstream.spark.run.handler_query import HandlerQuery
-from millstream.spark.run.liveness import begin_run, keep_announced
+from millstream.spark.run.liveness import begin_run, keep_announced, withdraw_run
 from millstream.spark.run.offsets_behind import entries_behind
 from millstream.spark.run.query import MAX_FAILURES, WAITS_MS, Event, RunContext, RunSettings, SupervisedQuery
 from millstream.spark.run.redis_lag import RedisLag
@@ -101,6 +101,7 @@ class Supervisor:
         self._ended = threading.Event()
         self._environment_ready = self._had_executors = False
         self._executor_check_due_ms = self._no_executors_since_ms = float("-inf")
+        self._announcing: tuple[threading.Thread, int] | None = None  # and the epoch
         self._schedule_errors: list[BaseException] = []
         schedules = tuple(app.schedules.values())
         self._schedules = ScheduleThreads(settings.url, schedules, self._schedule_errors.append, clock)
@@ -166,10 +167,9 @@ class Supervisor:
             drain_until_ms = stopped_ms + _DRAIN_MS
             for supervised in self._supervised:
                 supervised.drain(max(0.0, drain_until_ms - self._clock.monotonic_ms()) / 1000)
-            self._stop_queries()
+            have_stopped = self._stop_queries() or java_has_ended()
             self._schedules.join(stopped_ms + _STOP_MS)
-            for supervised in self._supervised:
-                supervised.leave()
+            self._leave(have_stopped)
             if any(supervised.has_started for supervised in self._supervised):
                 self._on_event({"event": "stopped", **self._parked_event()})
             self._client.close()
@@ -183,7 +183,29 @@ class Supervisor:
         begin = partial(begin_run, self._client, self._app, self._names())
         epoch = self._context.retry_while_unavailable(begin, self._app)
         if epoch is not None:
-            threading.Thread(target=self._announce, args=(epoch,), name="millstream-liveness", daemon=True).start()
+            thread = threading.Thread(target=self._announce, args=(epoch,), name="millstream-liveness", daemon=True)
+            self._announcing = thread, epoch
+            thread.start()
+
+    def _leave(self, have_stopped: bool) -> None:
+        """Leave the services of the handlers, and withdraw the run if all its queries `have_stopped`.
+
+        Of a run whose query may still write the liveness keys stay until they expire.
+        """
+        for supervised in self._supervised:
+            supervised.leave()
+        if self._announcing is None or not have_stopped:
+            return
+        thread, epoch = self._announcing
+        thread.join(_DRAIN_MS / 1000)
+        if thread.is_alive():  # it may announce the run once more
+            return
+        names = [supervised.name for supervised in self._supervised]
+        try:
+            with Client(self._settings.url, timeout_ms=round(_DRAIN_MS)) as client:
+                withdraw_run(client, self._app, names, epoch=epoch, running=self._running)
+        except RedisError as error:
+            logger.debug("cannot withdraw the run of %s: %s; it is shown until its keys expire", self._app, error)
 
     def _announce(self, epoch: int) -> None:
         """Keep the run announced. Ends it once a newer run has announced one of its stages."""
@@ -213,15 +235,20 @@ class Supervisor:
         """Return the names of the queries that are not finished."""
         return [supervised.name for supervised in self._supervised if not supervised.done]
 
-    def _stop_queries(self) -> None:
-        """Stop all queries in parallel, since each waits for its batch; a late one ends with the session."""
+    def _stop_queries(self) -> bool:
+        """Stop all queries in parallel, since each waits for its batch; a late one ends with the session.
+
+        Returns whether all have stopped.
+        """
         queries = [supervised.query for supervised in self._supervised if supervised.query is not None]
-        stops = [threading.Thread(target=_stop, args=(query,), daemon=True) for query in queries]
+        stopped: list[StreamingQuery] = []
+        stops = [threading.Thread(target=_stop, args=(query, stopped.append), daemon=True) for query in queries]
         deadline_ms = self._clock.monotonic_ms() + _STOP_MS
         for stop in stops:
             stop.start()
         for stop in stops:
             stop.join(max(0.0, deadline_ms - self._clock.monotonic_ms()) / 1000)
+        return len(stopped) == len(queries)
 
     def _parked_event(self) -> Event:
         """Return the parked keys and messages, for the stopped event; nothing while Redis is unavailable."""
@@ -363,8 +390,10 @@ def _ended(supervised: SupervisedQuery, failure: Failure) -> MillstreamError:
     return kind(f"{supervised.label} stopped: {failure.reason}")
 
 
-def _stop(query: StreamingQuery) -> None:
+def _stop(query: StreamingQuery, on_stopped: Callable[[StreamingQuery], None]) -> None:
     try:
         query.stop()
     except (PySparkException, Py4JError, OSError) as error:
         logger.debug("cannot stop a query: %s", error)
+    else:
+        on_stopped(query)
