@@ -103,6 +103,23 @@ def test_ids_do_not_move_the_committed_id_beyond_entries_that_the_group_is_set_b
     assert committed(client) == 2 * MANY
 
 
+def test_on_a_stream_of_many_groups_only_as_many_ids_move_the_committed_id(client: Client) -> None:
+    """It takes a look at all groups, as many as the last checkpoint has counted."""
+    ids = fill(client, 4 * MANY)
+    mine = worker(client)
+    client.pipeline([("XGROUP", "CREATE", "in", f"other-{n}", "0") for n in range(2 * MANY - 1)])
+    mine.checkpoint()
+    mine.fetch(count=4 * MANY)
+    assert mine.commit(ids[: 2 * MANY - 1]) == []
+    assert (committed_id(client), offsets(client)) == (b"0-0", 2 * MANY - 1)
+    assert mine.commit(ids[2 * MANY - 1 : 3 * MANY]) == []
+    assert (committed_id(client), offsets(client)) == (b"0-0", 3 * MANY)
+    client.pipeline([("XGROUP", "DESTROY", "in", f"other-{n}") for n in range(2 * MANY - 1)])
+    mine.checkpoint()
+    assert mine.commit(ids[3 * MANY :]) == []
+    assert (committed_id(client), offsets(client), committed(client)) == (ids[-1], 0, 4 * MANY)
+
+
 def test_a_run_on_spark_begins_after_ids_that_moved_the_committed_id(client: Client) -> None:
     ids = fill(client, MANY + 2)
     mine = worker(client)

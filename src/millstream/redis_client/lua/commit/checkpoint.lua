@@ -23,7 +23,7 @@ local refusal = stale(ARGV[1], found[1])
 if refusal then return refusal end
 if found[5] == 'keyed' then return 1 end -- `route` stores it; entries that are incomplete here are not enqueued yet
 
-local group = find_group(name)
+local group, groups = find_group(name)
 if not group then return redis.error_reply('NOGROUP the group ' .. name .. ' of ' .. KEYS[7] .. ' is gone') end
 if group['pending'] > tonumber(ARGV[3]) then return -1 end
 local time = redis.call('TIME')
@@ -53,6 +53,6 @@ redis.call('DEL', KEYS[6])
 for i = 1, #incomplete, CHUNK do
   redis.call('HSET', KEYS[6], unpack(incomplete, i, math.min(i + CHUNK - 1, #incomplete)))
 end
-redis.call('HSET', KEYS[1], 'committed_id', committed_id, 'checkpoint_at', string.format('%.0f', now))
+redis.call('HSET', KEYS[1], 'committed_id', committed_id, 'checkpoint_at', string.format('%.0f', now), 'groups', groups)
 if not (found[3] and less(committed_id, found[3])) then redis.call('UNLINK', KEYS[2]) end
 return 1

@@ -1,7 +1,7 @@
 #!lua
 -- Commit the effects of messages: state, output entries, dead letters and their completion, in one atomic step.
 --
--- KEYS  1 meta (hash: committed id, epoch, highest offset, owner, counters)   2 key offsets (hash)   3 state (hash)
+-- KEYS  1 meta (hash: committed id, epoch, highest offset, owner, number of groups, counters)   2 key offsets (hash)   3 state (hash)
 --       4 crash counts (hash)   5 dead letters (stream)   6 incomplete entries (hash)   7 the input stream
 --       8.. output streams
 -- ARGV  1 token: the run's epoch   2 consumer group of the workers   3 consumer, or '' on Spark
@@ -67,7 +67,7 @@ end
 
 local token, group, consumer = ARGV[1], ARGV[2], ARGV[3]
 local is_worker = consumer ~= ''
-local meta = redis.call('HMGET', KEYS[1], 'epoch', 'committed_id', 'max_offset', 'owner')
+local meta = redis.call('HMGET', KEYS[1], 'epoch', 'committed_id', 'max_offset', 'owner', 'groups')
 local committed_id, max_offset = meta[2], meta[3]
 local refusal = stale(token, meta[1])
 if refusal then return refusal end
@@ -266,7 +266,9 @@ end
 local refused, unit = {}, 0
 local committed, written, dead = 0, 0, 0
 
-local ADVANCE_FROM = 100 -- ids: two commands tell whether the committed id may move, which pays for no fewer
+-- Two commands tell whether the committed id may move, which pays for no fewer ids than these. One of them returns all
+-- groups of the stream, as many as the last checkpoint counted: a group costs the server as much as an offset.
+local ADVANCE_FROM = math.max(100, tonumber(meta[5]) or 0)
 
 -- Whether nothing that was delivered up to an entry is pending any more, so that all of it is committed: the rule of
 -- checkpoint.lua, which moves the committed id to the last delivered entry.

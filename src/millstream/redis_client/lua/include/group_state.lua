@@ -5,11 +5,13 @@ local function to_map(items)
   return found
 end
 
+-- Also returns how many groups the stream has.
 local function find_group(name)
   if redis.call('EXISTS', KEYS[7]) == 0 then return nil end
-  for _, items in ipairs(redis.call('XINFO', 'GROUPS', KEYS[7])) do
+  local groups = redis.call('XINFO', 'GROUPS', KEYS[7])
+  for _, items in ipairs(groups) do
     local group = to_map(items)
-    if group['name'] == name then return group end
+    if group['name'] == name then return group, #groups end
   end
 end
 
