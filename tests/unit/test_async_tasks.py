@@ -1,7 +1,6 @@
 """Tasks of async handlers: messages that do not wait may share one, and none finds what another has left in it."""
 
 import asyncio
-from collections.abc import Iterator
 from math import inf
 from typing import Any
 
@@ -12,26 +11,14 @@ from millstream.delivery.keyed_stream import KeyLease
 from millstream.delivery.reliable_stream import ReliableStream
 from millstream.handlers.attempt import NO_EFFECTS, Done
 from millstream.handlers.deadlines import Deadlines, deadlines_of
-from millstream.worker import WorkerPolicy
 from millstream.worker.in_flight import InFlight
 from millstream.worker.running.async_runner import AsyncRunner
-from tests.support.runners import delivery, runner_of, running, unreachable_stream
+from tests.support.runners import delivery, runner_of, running
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.worker]
 
 ALONE: dict[str, Any] = {"concurrency": 1, "retry": Retry(attempts=1)}
-
-
-@pytest.fixture
-def stream() -> Iterator[ReliableStream]:
-    with unreachable_stream() as found:
-        yield found
-
-
-@pytest.fixture
-def in_flight() -> InFlight:
-    return InFlight(WorkerPolicy(), 1)
 
 
 def outcomes(in_flight: InFlight, count: int) -> list[object]:

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
 from math import inf
 from queue import SimpleQueue
@@ -24,23 +24,12 @@ from millstream.worker.running.batch_runners import AsyncBatchRunner, ThreadBatc
 from millstream.worker.running.runner import Runner
 from millstream.worker.running.thread_runner import LoadSample, ThreadRunner
 from millstream.worker.settling.committer import Committer
-from tests.support.runners import delivery, runner_of, running, unreachable_stream
+from tests.support.runners import delivery, runner_of, running
 from tests.support.threads import threads_named
 from tests.support.waiting import FAIL_SAFE_S, eventually
 from tests.support.workers import make, make_context
 
 pytestmark = [pytest.mark.worker]
-
-
-@pytest.fixture
-def in_flight() -> InFlight:
-    return InFlight(WorkerPolicy(), 1)
-
-
-@pytest.fixture
-def stream() -> Iterator[ReliableStream]:
-    with unreachable_stream() as found:
-        yield found
 
 
 def test_an_entry_delivered_again_is_not_removed_with_its_former_delivery(

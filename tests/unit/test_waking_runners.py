@@ -2,35 +2,22 @@
 
 import sys
 import threading
-from collections.abc import Iterator
 
 import pytest
 
 from millstream import Message
 from millstream.delivery.reliable_stream import ReliableStream
-from millstream.worker import WorkerPolicy
 from millstream.worker.in_flight import InFlight
 from millstream.worker.running.async_runner import AsyncRunner
 from millstream.worker.running.runner import Runner
 from millstream.worker.running.thread_runner import ThreadRunner
-from tests.support.runners import delivery, runner_of, running, unreachable_stream
+from tests.support.runners import delivery, runner_of, running
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.worker]
 
 _UNTIL_IT_BLOCKS_S = 3600.0
 """A thread that has the interpreter keeps it for so long, unless it waits."""
-
-
-@pytest.fixture
-def stream() -> Iterator[ReliableStream]:
-    with unreachable_stream() as found:
-        yield found
-
-
-@pytest.fixture
-def in_flight() -> InFlight:
-    return InFlight(WorkerPolicy(), 1)
 
 
 def waking_after_two_messages(runner: Runner, in_flight: InFlight, stream: ReliableStream) -> list[bool]:
