@@ -14,9 +14,9 @@ from millstream.redis_client.client import Client
 from millstream.testing.topologies import Cluster
 from millstream.worker.context import WorkerContext
 from millstream.worker.fetching.entry_fetcher import EntryFetcher
-from millstream.worker.fetching.hinted_key_fetcher import HintedKeyFetcher
 from millstream.worker.fetching.key_fetcher import KeyFetcher
 from millstream.worker.fetching.key_router import KeyRouter
+from millstream.worker.fetching.ready_streams_fetcher import ReadyStreamsFetcher
 from millstream.worker.policy import WorkerPolicy
 from tests.support.clocks import ManualClock
 from tests.support.command_stats import commands_run
@@ -96,7 +96,9 @@ class Fetching:
         ready: SimpleQueue[str] = SimpleQueue()
         for name in NAMES:
             ready.put(name)
-        self.fetcher = HintedKeyFetcher(self.context, {name: join(client, name) for name in NAMES}, ready_streams=ready)
+        self.fetcher = ReadyStreamsFetcher(
+            self.context, {name: join(client, name) for name in NAMES}, ready_streams=ready
+        )
 
     def fetch(self, times: int) -> None:
         """Fetch so many times, a tenth of a second after each other."""

@@ -10,9 +10,9 @@ import pytest
 from millstream.delivery.keyed_stream import KeyedStream
 from millstream.delivery.pause import Pause
 from millstream.redis_client.client import Client
-from millstream.redis_client.key_names import hints_key
+from millstream.redis_client.key_names import ready_streams_key
 from millstream.redis_client.key_tracking import KeyTracker
-from millstream.worker.fetching.hinted_key_fetcher import ReadyHints
+from millstream.worker.fetching.ready_streams_fetcher import ReadyStreams
 from millstream.worker.ordering.by_key import ByKey
 from millstream.worker.policy import WorkerPolicy
 from tests.support.clocks import ManualClock
@@ -114,17 +114,17 @@ def test_a_message_is_fetched_although_the_worker_that_routed_it_has_reported_no
 def test_a_message_that_no_hint_reports_is_fetched_while_there_are_always_hints_of_others(worker: IdleWorker) -> None:
     enqueue(worker.client, "s41")
     for _ in range(3):
-        worker.client.execute("RPUSH", hints_key("app", "handle"), "s1")
+        worker.client.execute("RPUSH", ready_streams_key("app", "handle"), "s1")
         worker.fetch()
     assert worker.in_flight() == ["s41"]
 
 
 def test_hints_that_no_worker_takes_expire(worker: IdleWorker) -> None:
-    hints = ReadyHints(worker.client, worker.context.handler)
-    hints.put("s1")
-    hints.publish()
-    assert worker.client.execute("LRANGE", hints.key, 0, -1) == [b"s1"]
-    assert 0 < worker.client.execute("PTTL", hints.key) <= HOUR_MS
+    ready = ReadyStreams(worker.client, worker.context.handler)
+    ready.put("s1")
+    ready.publish()
+    assert worker.client.execute("LRANGE", ready.key, 0, -1) == [b"s1"]
+    assert 0 < worker.client.execute("PTTL", ready.key) <= HOUR_MS
 
 
 def test_a_message_is_fetched_even_if_key_tracking_reports_nothing(

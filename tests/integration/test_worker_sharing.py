@@ -1,4 +1,4 @@
-"""Workers of a handler with a key that share the keys of many streams: the cost of idle streams, and the hints."""
+"""Workers of a handler with a key that share the keys of many streams: the cost of idle streams, and the reports of ready ones."""
 
 import threading
 import time

@@ -21,8 +21,8 @@ from millstream.redis_client.key_names import (
     ServiceKeys,
     check_identifier,
     hash_tag,
-    hints_key,
     live_workers_key,
+    ready_streams_key,
     stage_of,
     to_wire,
     worker_name_key,
@@ -199,7 +199,7 @@ class Forgetting:
                 yield from page
         else:
             for name in names:
-                yield to_wire(hints_key(self._app, name))
+                yield to_wire(ready_streams_key(self._app, name))
                 yield to_wire(live_workers_key(self._app, name))
 
     def _unlink(self, keys: Iterable[bytes]) -> None:

@@ -144,7 +144,7 @@ def live_workers_key(app: str, handler: str) -> str:
     return worker_name_key(app, f"alive:{handler}")
 
 
-def hints_key(app: str, handler: str) -> str:
+def ready_streams_key(app: str, handler: str) -> str:
     """List, with a time to live: streams that may have key queues to lease. No worker can have this name."""
     return worker_name_key(app, f"hints:{handler}")
 

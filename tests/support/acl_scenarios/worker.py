@@ -30,7 +30,7 @@ from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import EDITED_FIELD, REDRIVE_FIELD, HandlerKeys, worker_name_key
 from millstream.worker import ReadingLoop
 from millstream.worker.delayed_mover import TrackedDelayedMessages
-from millstream.worker.fetching.hinted_key_fetcher import ReadyHints
+from millstream.worker.fetching.ready_streams_fetcher import ReadyStreams
 from millstream.worker.incarnations import Incarnation, ProcessEnd
 from millstream.worker.ordering.by_partition import ByPartition
 from millstream.worker.static_membership import StaticMembership
@@ -88,10 +88,10 @@ def work(url: str, admin: Client) -> None:
         assert client.scan_streams("orders*") == ["orders"]
         app = App("shop")
         app.handler("orders", name="bill")(lambda message: None)
-        hints = ReadyHints(client, app.handlers["bill"])
-        hints.put("orders")
-        hints.publish()
-        assert hints.receive(10) == ["orders"]
+        ready = ReadyStreams(client, app.handlers["bill"])
+        ready.put("orders")
+        ready.publish()
+        assert ready.receive(10) == ["orders"]
         stream = reliable(client)
         stream.join()
         admin.execute("XGROUP", "CREATECONSUMER", "orders", KEYS.group, "gone")

@@ -12,11 +12,11 @@ from millstream.errors import MillstreamError
 from millstream.redis_client.client import Client
 from millstream.worker.changed_streams import FEW_STREAMS
 from millstream.worker.context import WorkerContext
-from millstream.worker.fetching.hinted_key_fetcher import HintedKeyFetcher
-from millstream.worker.fetching.hinting_key_router import HintingKeyRouter
 from millstream.worker.fetching.key_fetcher import KeyFetcher, LeaseFetcher
 from millstream.worker.fetching.key_router import KeyRouter
 from millstream.worker.fetching.pipelined_key_fetcher import PipelinedKeyFetcher
+from millstream.worker.fetching.ready_streams_fetcher import ReadyStreamsFetcher
+from millstream.worker.fetching.ready_streams_router import ReadyStreamsRouter
 from millstream.worker.fetching.router_role import RouterRole
 from millstream.worker.fetching.tracked_key_router import TrackedKeyRouter
 from millstream.worker.ordering.ordering import BackgroundLoop, S, _warn_not_released, existing_streams
@@ -57,8 +57,8 @@ class ByKey:
             )
         role = RouterRole(c, routing)
         if self._shares_many:
-            fetcher = HintedKeyFetcher(c, streams, ready_streams=self._joined_streams)
-            return HintingKeyRouter(c, routing, streams, role), fetcher
+            fetcher = ReadyStreamsFetcher(c, streams, ready_streams=self._joined_streams)
+            return ReadyStreamsRouter(c, routing, streams, role), fetcher
         return KeyRouter(c, routing, streams, role), KeyFetcher(c, streams)
 
     @property

@@ -1,4 +1,4 @@
-"""Hinted key fetcher: leases keys of thousands of streams that workers share, at a cost that follows the work to do."""
+"""ReadyStreamsFetcher: leases keys of thousands of streams that workers share, at a cost that follows the work to do."""
 
 import math
 import threading
@@ -9,7 +9,7 @@ from queue import SimpleQueue
 from millstream.delivery.keyed_stream import KeyedStream, LeaseResult
 from millstream.handlers.handler import Handler
 from millstream.redis_client.client import Client
-from millstream.redis_client.key_names import from_wire, hints_key, to_wire
+from millstream.redis_client.key_names import from_wire, ready_streams_key, to_wire
 from millstream.redis_client.pipelining import call_all
 from millstream.redis_client.resp import Command
 from millstream.worker.changed_streams import ChangedStreams
@@ -18,19 +18,19 @@ from millstream.worker.fetching.pipelined_key_fetcher import AT_ONCE, SWEEP_MS_E
 from millstream.worker.fetching.poll_wait import POLL_MS, PollWait
 from millstream.worker.timers import DelayQueue
 
-_MOST_HINTS = 10_000
-_KEEP_HINTS_MS = 3_600_000
+_MOST_NAMES = 10_000
+_KEEP_NAMES_MS = 3_600_000
 _IDLE_POLL_MS_EACH = 2.5
 
 
-class ReadyHints:
-    """Streams of a handler that may have ready keys, as its workers report them to each other. Some hints get lost.
+class ReadyStreams:
+    """Streams of a handler that may have ready keys, as its workers report them to each other. Some reports get lost.
 
     Blocking on a wake-up list for each of many streams would make Redis check each list. Used by one thread.
     """
 
     def __init__(self, client: Client, handler: Handler) -> None:
-        self.key = hints_key(handler.app, handler.name)
+        self.key = ready_streams_key(handler.app, handler.name)
         self._client = client
         self._names: dict[bytes, None] = {}
 
@@ -43,21 +43,21 @@ class ReadyHints:
         if self._names:
             names, self._names = self._names, {}
             push: Command = ("RPUSH", self.key, *names)
-            if call_all(self._client, [push, ("PEXPIRE", self.key, _KEEP_HINTS_MS)])[0] > _MOST_HINTS:
-                # The workers have more hints than enough.
-                self._client.execute("LTRIM", self.key, -_MOST_HINTS // 2, -1)
+            if call_all(self._client, [push, ("PEXPIRE", self.key, _KEEP_NAMES_MS)])[0] > _MOST_NAMES:
+                # The workers have more names than enough.
+                self._client.execute("LTRIM", self.key, -_MOST_NAMES // 2, -1)
 
     def receive(self, most: int) -> list[str]:
         """Remove and return up to `most` names of streams. Raises RedisError."""
         return [from_wire(name) for name in dict.fromkeys(self._client.execute("LPOP", self.key, most) or ())]
 
 
-class HintedKeyFetcher(PipelinedKeyFetcher):
+class ReadyStreamsFetcher(PipelinedKeyFetcher):
     """A PipelinedKeyFetcher of streams that other workers work on, too: it leases several key queues of each.
 
-    It blocks on the hints, and on the wake-up lists of active streams: those known to have entries in key queues. The
+    It blocks on the list of ready streams, and on the wake-up lists of active streams: those known to have entries in key queues. The
     other streams are idle: the fetcher queries those for entries that key tracking reports as changed. Without key
-    tracking it queries a fixed number of them a second. On Redis Cluster it blocks on the hints alone, and polls those
+    tracking it queries a fixed number of them a second. On Redis Cluster it blocks on the first list alone, and polls those
     wake-up lists that key tracking reports as changed.
     """
 
@@ -65,7 +65,7 @@ class HintedKeyFetcher(PipelinedKeyFetcher):
         self, context: WorkerContext, streams: Mapping[str, KeyedStream], *, ready_streams: "SimpleQueue[str]"
     ) -> None:
         super().__init__(context, streams, ready_streams=ready_streams)
-        self._hints = ReadyHints(self._client, context.handler)
+        self._shared_ready = ReadyStreams(self._client, context.handler)
         self._active: dict[str, str] = {}
         self._idle = DelayQueue[str]()
         self._changed = ChangedStreams(self._client, self._clock, self._queue_keys)
@@ -85,14 +85,14 @@ class HintedKeyFetcher(PipelinedKeyFetcher):
     def fetch(self, room: int, stopping: threading.Event) -> None:
         """See Fetcher."""
         self._keys_each = room
-        if (now_ms := self._clock.monotonic_ms()) >= self._changes_due_ms:  # also while there are always hints
+        if (now_ms := self._clock.monotonic_ms()) >= self._changes_due_ms:  # also while there are always ready ones
             self._query_idle(now_ms)
         super().fetch(room, stopping)
-        self._hints.publish()
+        self._shared_ready.publish()
 
     def _receive_ready(self, now_ms: float) -> None:
         super()._receive_ready(now_ms)
-        for name in self._hints.receive(min(self._keys_each, AT_ONCE)):
+        for name in self._shared_ready.receive(min(self._keys_each, AT_ONCE)):
             self._delay_queue.put(name, now_ms)
 
     def _affordable(self, due: Sequence[str], now_ms: float) -> list[KeyedStream]:
@@ -120,7 +120,7 @@ class HintedKeyFetcher(PipelinedKeyFetcher):
             leased.unfit_bytes or len(leased.leases) >= self._keys_each
         ):  # there may be more keys, also for other workers
             self._delay_queue.put(name, now_ms)
-            self._hints.put(name)
+            self._shared_ready.put(name)
         return self._add_in_flight(stream, leased)
 
     @property
@@ -161,7 +161,7 @@ class HintedKeyFetcher(PipelinedKeyFetcher):
             if now_ms >= self._poll_due_ms and self._poll(self._notified, now_ms):
                 return
             wait_ms, wake_keys = min(wait_ms, self._poll_due_ms - now_ms), {}
-        found = self._client.execute("BLPOP", self._hints.key, *wake_keys, math.ceil(max(1.0, wait_ms)) / 1000)
+        found = self._client.execute("BLPOP", self._shared_ready.key, *wake_keys, math.ceil(max(1.0, wait_ms)) / 1000)
         if found:
             key, name = found
             self._delay_queue.put(wake_keys.get(key) or from_wire(name), now_ms)
