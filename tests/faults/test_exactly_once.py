@@ -55,7 +55,7 @@ class Expected:
 
 
 class Bookings:
-    """What is published, portion by portion, so that there is always work left where a process is to die at it."""
+    """What is published, chunk by chunk, so that there is always work left where a process is to die at it."""
 
     def __init__(self, client: Client, chance: random.Random) -> None:
         self.expected = Expected()
@@ -65,7 +65,7 @@ class Bookings:
         self._numbers: dict[bytes, int] = defaultdict(int)
 
     def publish(self, *more: Command) -> None:
-        """Add the next portion to the stream, and run `more` in the same step."""
+        """Add the next chunk to the stream, and run `more` in the same step."""
         rows = [self._row(index) for index in range(self.published, min(self.published + BATCH, MESSAGES))]
         commands = [
             ("XADD", "bookings", "*", "account", a, "n", n, "amount", m, *(("poison", p) if p else ()))

@@ -1,4 +1,4 @@
-"""Messages without effects, committed by their ids: a portion that leaves nothing pending before it moves the committed
+"""Messages without effects, committed by their ids: a chunk that leaves nothing pending before it moves the committed
 id, any other one leaves an offset for each entry.
 """
 

@@ -76,7 +76,7 @@ def test_routers_that_race_enqueue_all_once_and_in_stream_order(client: Client) 
     assert (found, violations(keyed(client))) == (expected(keys), [])
 
 
-def test_a_large_enqueue_in_portions_is_done_once_in_stream_order_and_within_the_look_ahead(
+def test_a_large_enqueue_in_chunks_is_done_once_in_stream_order_and_within_the_look_ahead(
     client: Client,
 ) -> None:
     keys = "".join("ABCDEFG"[n * n % 7] for n in range(3_500))

@@ -16,7 +16,7 @@ from millstream.delivery.keyed_stream import KeyedStream
 from millstream.handlers.handler import Handler
 from millstream.redis_client.client import Client
 from millstream.spark.engine.task_permits import TaskPermit, TaskPermits
-from millstream.spark.key_blocks import read_portions
+from millstream.spark.key_blocks import read_chunks
 from millstream.testing.invariants import check_invariants
 from tests.support.task_fixtures import TaskFixture, only
 from tests.support.waiting import FAIL_SAFE_S, eventually
@@ -285,8 +285,8 @@ def test_a_permit_that_is_returned_wakes_a_deferred_key(fixture: TaskFixture) ->
     task = fixture.task(handler)
     permits = TaskPermits.of(handler, task._commit_store, lambda operation: operation())
     assert permits is not None
-    (portion,) = read_portions([batch_of(fixture, *"aa")])
-    runs = task._loader.split_into_runs(portion)
+    (chunk,) = read_chunks([batch_of(fixture, *"aa")])
+    runs = task._loader.split_into_runs(chunk)
     first = permits.take(runs[0], Message("in", "9-9", [b"tenant", b"a"]))
     assert isinstance(first, TaskPermit)
     fixture.client.execute("DEL", "in")

@@ -57,7 +57,7 @@ def numbered(count: int) -> list[Row]:
 def test_a_list_has_the_messages_of_a_stream_and_each_is_committed_once(
     bench: TaskFixture, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(key_blocks, "PORTION_MESSAGES", 12)
+    monkeypatch.setattr(key_blocks, "CHUNK_MESSAGES", 12)
     took: list[list[int]] = []
     handler = listing(kind, took)
     report = bench.process(handler, bench.rows(*numbered(12)), bench.rows(*numbered(12)))
@@ -166,7 +166,7 @@ def test_tasks_keep_a_rate_together_and_reserve_no_more_than_they_use(
 def test_a_list_waits_for_the_rate_of_all_its_messages(
     bench: TaskFixture, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(key_blocks, "PORTION_MESSAGES", 12)
+    monkeypatch.setattr(key_blocks, "CHUNK_MESSAGES", 12)
     took: list[list[int]] = []
     began = time.monotonic()
     bench.process(

@@ -10,7 +10,7 @@ from millstream.handlers.handler import Handler
 from millstream.model import EntryId
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
-from millstream.spark.key_blocks import read_portions
+from millstream.spark.key_blocks import read_chunks
 from millstream.testing.invariants import check_invariants
 from tests.support.keyed_fixtures import keyed, lease_one
 from tests.support.task_fixtures import Row, TaskFixture
@@ -79,8 +79,8 @@ def test_another_execution_that_had_loaded_the_key_before_is_refused_and_then_ca
     rows = bench.add(1, 2, keys="AA", fail=9)
     bench.store(handler)
     slow = bench.task(handler)
-    (portion,) = read_portions([bench.rows(*rows)])
-    runs = slow._loader.split_into_runs(portion)
+    (chunk,) = read_chunks([bench.rows(*rows)])
+    runs = slow._loader.split_into_runs(chunk)
     slow._load(runs, again=False)
     bench.process(handler, bench.rows(*rows[:1]))
     assert slow._buffer.refused == {}

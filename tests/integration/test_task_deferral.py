@@ -394,7 +394,7 @@ def test_a_key_that_is_drained_while_a_batch_begins_leaves_it_no_stale_state(
 def test_a_key_that_a_task_has_deferred_waits_in_its_later_messages_too(
     bench: Deferral, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(key_blocks, "PORTION_MESSAGES", 1)
+    monkeypatch.setattr(key_blocks, "CHUNK_MESSAGES", 1)
     handler = parking(bench, retry=Retry(attempts=3, delay_ms=HOUR_MS, max_delay_ms=HOUR_MS, jitter=0))
     works = works_of(handler)
 

@@ -17,7 +17,7 @@ from millstream.errors import ConfigError, PipelineFailed
 from millstream.redis_client.key_names import REDRIVE_FIELD, HandlerKeys
 from millstream.redis_client.replies import mapping_of
 from millstream.spark.engine.micro_batch import shuffle
-from millstream.spark.key_blocks import bucket_count, read_portions
+from millstream.spark.key_blocks import bucket_count, read_chunks
 from millstream.spark.source.block_maker import BlockMaker
 from millstream.spark.source.options import Columns
 from millstream.spark.source.partition_reader import _BATCH_ROWS
@@ -123,8 +123,8 @@ def test_blocks_that_a_partition_gets_in_any_order_are_sorted(pipelines: Pipelin
     make = BlockMaker(b"k", 64)
     ids = [f"{n}-0" for n in (1, 9, 10, 99, 100, 1_000)]
     backwards = [make([("in", [(one.encode(), [b"k", b"a"])])]) for one in reversed(ids)]
-    (portion,) = read_portions(shuffle(blocks(pipelines, *backwards), 2).toArrow().to_batches())
-    assert portion.messages["in", b"a"][::2] == [one.encode() for one in ids]
+    (chunk,) = read_chunks(shuffle(blocks(pipelines, *backwards), 2).toArrow().to_batches())
+    assert chunk.messages["in", b"a"][::2] == [one.encode() for one in ids]
 
 
 @pytest.mark.parametrize("key", ["k", lambda message: message.fields.get("k", "")], ids=["field", "function"])

@@ -392,7 +392,7 @@ def test_entries_that_a_limit_left_waiting_are_read_even_if_nothing_changes_in_t
     assert advance(plan, again, 4) == again | {"b": Position(EntryId(11, 0), 11)}, "from offsets of another time, too"
 
 
-def test_progress_groups_of_many_streams_are_written_in_portions(client: Client) -> None:
+def test_progress_groups_of_many_streams_are_written_in_chunks(client: Client) -> None:
     names = [f"s{n:04}" for n in range(2500)]
     client.pipeline([("XADD", name, "1-0", "a", "1") for name in names])
     client.execute("XGROUP", "CREATE", names[7], "g", "0")

@@ -10,7 +10,7 @@ import pytest
 
 from millstream.redis_client.key_names import REDRIVE_FIELD
 from millstream.spark import key_blocks
-from millstream.spark.key_blocks import SCHEMA, SORT_COLUMNS, Portion, bucket_count, read_portions
+from millstream.spark.key_blocks import SCHEMA, SORT_COLUMNS, Chunk, bucket_count, read_chunks
 from millstream.spark.source.block_maker import BlockMaker
 from millstream.spark.source.options import Columns
 from millstream.spark.source.schema import default_schema
@@ -30,10 +30,10 @@ def shuffled(batches: Iterable[pa.RecordBatch]) -> pa.Table:
     return pa.Table.from_batches(batches).sort_by([(name, "ascending") for name in SORT_COLUMNS])
 
 
-def ids_by_key(portions: Iterable[Portion]) -> dict[tuple[str, bytes | None], list[str]]:
+def ids_by_key(chunks: Iterable[Chunk]) -> dict[tuple[str, bytes | None], list[str]]:
     found: dict[tuple[str, bytes | None], list[str]] = defaultdict(list)
-    for portion in portions:
-        for place, messages in portion.messages.items():
+    for chunk in chunks:
+        for place, messages in chunk.messages.items():
             found[place] += map(bytes.decode, messages[::2])
     return dict(found)
 
@@ -53,7 +53,7 @@ def test_the_messages_of_a_key_stay_in_order_whatever_tasks_have_read_them() -> 
     make = BlockMaker(b"k", 4)
     batches = [make([(stream, part)]) for stream, entries in streams.items() for part in in_batches(entries, 7)]
     chance.shuffle(batches)
-    found = ids_by_key(read_portions(shuffled(batches).to_batches(max_chunksize=5)))
+    found = ids_by_key(read_chunks(shuffled(batches).to_batches(max_chunksize=5)))
     expected = {
         (stream, b"%d" % key): [one[0].decode() for one in entries if one[1][1] == b"%d" % key]
         for stream, entries in streams.items()
@@ -74,7 +74,7 @@ def test_messages_without_a_key_and_with_an_empty_one_are_spread_over_the_bucket
     entries = [entry(f"{n}-0", (None, b"")[n % 2]) for n in range(200)]
     batch = BlockMaker(b"k", 8)([("in", entries)])
     assert set(batch["bucket"].to_pylist()) == set(range(8))
-    found = ids_by_key(read_portions([batch]))
+    found = ids_by_key(read_chunks([batch]))
     assert list(found) == [("in", None)]
     assert sorted(found["in", None]) == sorted(f"{n}-0" for n in range(200))
 
@@ -82,55 +82,55 @@ def test_messages_without_a_key_and_with_an_empty_one_are_spread_over_the_bucket
 def test_without_a_key_all_messages_are_in_one_bucket_in_the_order_of_their_stream() -> None:
     batch = BlockMaker(None, 1)([("in", [entry(f"{n}-0", b"a")]) for n in range(30)])
     assert len(batch) == 1
-    assert ids_by_key(read_portions([batch])) == {("in", None): [f"{n}-0" for n in range(30)]}
+    assert ids_by_key(read_chunks([batch])) == {("in", None): [f"{n}-0" for n in range(30)]}
 
 
 def test_of_a_repeated_field_the_last_value_is_the_key_and_all_fields_are_kept() -> None:
     pairs = [b"k", b"first", b"v", b"k", b"k", b"last"]
-    (portion,) = read_portions([BlockMaker(b"k", 3)([("in", [[b"1-0", pairs]])])])
-    assert list(portion.messages) == [("in", b"last")]
-    assert msgspec.msgpack.decode(portion.messages["in", b"last"][1]) == pairs
+    (chunk,) = read_chunks([BlockMaker(b"k", 3)([("in", [[b"1-0", pairs]])])])
+    assert list(chunk.messages) == [("in", b"last")]
+    assert msgspec.msgpack.decode(chunk.messages["in", b"last"][1]) == pairs
 
 
-def test_a_portion_ends_between_two_buckets_once_it_is_half_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(key_blocks, "PORTION_MESSAGES", 100)
+def test_a_chunk_ends_between_two_buckets_once_it_is_half_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(key_blocks, "CHUNK_MESSAGES", 100)
     entries = [entry(f"{n}-0", b"%d" % (n % 40)) for n in range(1, 1_001)]
     make = BlockMaker(b"k", 20)
-    portions = list(read_portions(shuffled(make([("in", part)]) for part in in_batches(entries, 50)).to_batches()))
-    assert len([key for portion in portions for key in portion.messages]) == 40  # no key is in two
-    assert all(50 <= sum(map(len, portion.messages.values())) / 2 <= 250 for portion in portions[:-1])
+    chunks = list(read_chunks(shuffled(make([("in", part)]) for part in in_batches(entries, 50)).to_batches()))
+    assert len([key for chunk in chunks for key in chunk.messages]) == 40  # no key is in two
+    assert all(50 <= sum(map(len, chunk.messages.values())) / 2 <= 250 for chunk in chunks[:-1])
 
 
-def test_a_bucket_that_is_larger_than_a_portion_is_divided_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bucket_that_is_larger_than_a_chunk_is_divided_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     entries = [entry(f"{n}-0", b"hot", b"x" * 100) for n in range(1, 301)]
     table = shuffled(BlockMaker(b"k", 4)([("in", part)]) for part in in_batches(entries, 10))
-    for limit, value in (("PORTION_MESSAGES", 30), ("PORTION_BYTES", 4_000)):
+    for limit, value in (("CHUNK_MESSAGES", 30), ("CHUNK_BYTES", 4_000)):
         with monkeypatch.context() as patch:
             patch.setattr(key_blocks, limit, value)
-            portions = list(read_portions(table.to_batches()))
-        assert len(portions) >= 8
-        assert ids_by_key(portions) == {("in", b"hot"): [f"{n}-0" for n in range(1, 301)]}
+            chunks = list(read_chunks(table.to_batches()))
+        assert len(chunks) >= 8
+        assert ids_by_key(chunks) == {("in", b"hot"): [f"{n}-0" for n in range(1, 301)]}
 
 
-def test_a_portion_with_a_redriven_message_is_known_and_so_are_those_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(key_blocks, "PORTION_MESSAGES", 1)
+def test_a_chunk_with_a_redriven_message_is_known_and_so_are_those_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(key_blocks, "CHUNK_MESSAGES", 1)
     redriven = (b"2-0", [REDRIVE_FIELD, b"app.other", b"k", b"a"])
     batches = [BlockMaker(b"k", 1)([("in", [one])]) for one in (entry("1-0", b"a"), redriven, entry("3-0", b"a"))]
-    assert [portion.may_be_redriven for portion in read_portions(batches)] == [False, True, False]
+    assert [chunk.may_be_redriven for chunk in read_chunks(batches)] == [False, True, False]
 
 
 def test_a_block_is_never_divided(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(key_blocks, "PORTION_MESSAGES", 2)
+    monkeypatch.setattr(key_blocks, "CHUNK_MESSAGES", 2)
     entries = [entry(f"{n}-0", b"%d" % (n % 5)) for n in range(1, 21)]
     entries.append((b"21-0", [REDRIVE_FIELD, b"app.other", b"k", b"4"]))
-    portions = list(read_portions([BlockMaker(b"k", 1)([("in", entries)])]))
-    assert [(len(portion.messages), portion.may_be_redriven) for portion in portions] == [(5, True)]
+    chunks = list(read_chunks([BlockMaker(b"k", 1)([("in", entries)])]))
+    assert [(len(chunk.messages), chunk.may_be_redriven) for chunk in chunks] == [(5, True)]
 
 
-def test_no_entries_make_no_block_and_no_portion() -> None:
+def test_no_entries_make_no_block_and_no_chunk() -> None:
     batch = BlockMaker(b"k", 4)([("in", []), ("other", [])])
     assert (len(batch), batch.schema) == (0, SCHEMA)
-    assert list(read_portions([batch])) == []
+    assert list(read_chunks([batch])) == []
 
 
 def test_the_source_announces_the_columns_of_blocks() -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from millstream.model import value_of
 from millstream.redis_client.key_names import REDRIVE_FIELD
-from millstream.spark.key_blocks import read_portions
+from millstream.spark.key_blocks import read_chunks
 from millstream.spark.source.entry_block import EntryBlock, RawEntries
 from millstream.spark.source.options import Columns
 from millstream.spark.source.reply_blocks import ReceiveBuffer, ReplyBlocks
@@ -216,8 +216,8 @@ def test_blocks_and_lists_make_one_record_batch_in_their_order() -> None:
     runs: list[Any] = [("s", first), ("t", second), ("s", buffer[5:6]), ("t", buffer[6:7]), ("s", third)]
     lists = [(stream, list(entries)) for stream, entries in runs]
     assert make(runs).equals(make(lists))
-    (portion,) = read_portions([make(runs)])
-    assert {place: messages[0] for place, messages in portion.messages.items()} == {
+    (chunk,) = read_chunks([make(runs)])
+    assert {place: messages[0] for place, messages in chunk.messages.items()} == {
         ("t" if n in {3, 4, 6} else "s", b"%d" % n): b"%d-0" % n for n in range(10)
     }
 
@@ -228,5 +228,5 @@ def test_redriven_entries_of_blocks_are_skipped(redriven: list[int]) -> None:
     _, received = read(resp(entries), 1)
     columns = Columns(packed=True, skip_redriven=True)
     batch = batch_maker(columns, default_schema(columns))([("s", received[0])])
-    ids = [messages[::2] for portion in read_portions([batch]) for messages in portion.messages.values()]
+    ids = [messages[::2] for chunk in read_chunks([batch]) for messages in chunk.messages.values()]
     assert ids == [[b"%d-0" % n for n in range(10) if n not in redriven]] * (len(redriven) < 10)

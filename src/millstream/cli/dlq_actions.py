@@ -29,7 +29,7 @@ from millstream.cli.signals import orderly_stop
 from millstream.cli.terminal import confirm, print_json, print_line, print_message
 from millstream.delivery.dead_letter_queue import DeadLetterFilter, DeadLetterQueue, DeadLetterRef
 from millstream.delivery.rate_override import format_rate, parse_rate
-from millstream.delivery.redrive_pacing import portions_at
+from millstream.delivery.redrive_pacing import chunks_at
 from millstream.errors import MillstreamError
 from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
@@ -101,16 +101,16 @@ def _purge(queue: DeadLetterQueue, refs: Sequence[DeadLetterRef], tally: _Tally)
 def _at_a_rate(
     refs: Sequence[DeadLetterRef], stopping: threading.Event, *, rate: Rate = None
 ) -> Iterator[Sequence[DeadLetterRef]]:
-    return portions_at(refs, rate, stopping.wait)
+    return chunks_at(refs, rate, stopping.wait)
 
 
 def _without_a_rate(refs: Sequence[DeadLetterRef], stopping: threading.Event) -> Iterator[Sequence[DeadLetterRef]]:
-    return portions_at(refs, None, stopping.wait)
+    return chunks_at(refs, None, stopping.wait)
 
 
 def _on_selected(
     act: Callable[[DeadLetterQueue, Sequence[DeadLetterRef], _Tally], None],
-    portions: Callable[..., Iterator[Sequence[DeadLetterRef]]],
+    chunks: Callable[..., Iterator[Sequence[DeadLetterRef]]],
     *,
     verb: str,
     question: str,
@@ -118,7 +118,7 @@ def _on_selected(
 ) -> Callable[..., None]:
     """A command that selects letters, asks `question`, and applies `act`, which counts what it does.
 
-    `portions` yields the letters for one call of `act` after another; the command has its options, too.
+    `chunks` yields the letters for one call of `act` after another; the command has its options, too.
     """
 
     def command(
@@ -151,7 +151,7 @@ def _on_selected(
             with orderly_stop() as stopping:  # Ctrl-C is raised at its end: what was done is reported before
                 with recorded(client, f"dlq {verb}", **_about(refs, wanted), **filters, **chosen) as action:
                     tally = _Tally(total=len(refs), verb=done)
-                    _apply(partial(act, queue), portions(refs, stopping, **options), tally, action)
+                    _apply(partial(act, queue), chunks(refs, stopping, **options), tally, action)
                     action.result = tally.figures
                 _summary(done, tally.done, refs, dry_run=False, as_json=as_json)
                 if left := len(refs) - tally.letters:
@@ -161,7 +161,7 @@ def _on_selected(
             raise typer.Exit(1)
 
     command.__doc__ = act.__doc__
-    return with_options_of(command, portions)
+    return with_options_of(command, chunks)
 
 
 redrive = _on_selected(_redrive, _at_a_rate, verb="redrive", question="Redrive {}?", done="redriven")
@@ -170,15 +170,15 @@ purge = _on_selected(_purge, _without_a_rate, verb="purge", question="Delete {} 
 
 def _apply(
     act: Callable[[Sequence[DeadLetterRef], _Tally], None],
-    portions: Iterator[Sequence[DeadLetterRef]],
+    chunks: Iterator[Sequence[DeadLetterRef]],
     tally: _Tally,
     action: RunningAction,
 ) -> None:
     try:
         with shown_progress(tally.total, lambda: tally.figures) as show:
-            for portion in portions:
-                act(portion, tally)
-                tally.letters += len(portion)
+            for chunk in chunks:
+                act(chunk, tally)
+                tally.letters += len(chunk)
                 show(tally.letters)
     except MillstreamError:
         action.done_before = tally.figures

@@ -1,4 +1,4 @@
-"""The portions in which dead letters are redriven or purged, at a rate or as fast as Redis takes them."""
+"""The chunks in which dead letters are redriven or purged, at a rate or as fast as Redis takes them."""
 
 import math
 import time
@@ -9,12 +9,12 @@ from millstream.delivery.dead_letter_queue import DeadLetterRef
 _MOST_AT_ONCE = 50  # a stop waits for so many letters at most
 
 
-def portions_at(
+def chunks_at(
     refs: Sequence[DeadLetterRef], rate: float | None, wait: Callable[[float], bool]
 ) -> Iterator[Sequence[DeadLetterRef]]:
     """Yield some letters at a time, in order, as `rate` allows: letters a second; None: no limit.
 
-    At a low rate they are spread evenly. `wait` is called before each portion, also if it is due: it waits for so many
+    At a low rate they are spread evenly. `wait` is called before each chunk, also if it is due: it waits for so many
     seconds, or returns True to end this.
     """
     per_s = math.inf if rate is None else rate

@@ -35,8 +35,8 @@ SCHEMA = pa.schema(
 
 SORT_COLUMNS = ("bucket", "stream", "first_id")
 
-PORTION_MESSAGES = 10_000
-PORTION_BYTES = 16 << 20
+CHUNK_MESSAGES = 10_000
+CHUNK_BYTES = 16 << 20
 """A task unpacks about so much of its partition at a time."""
 
 _MIN_BUCKETS, _MIN_CLUSTER_BUCKETS = 64, 512
@@ -49,7 +49,7 @@ ByKey = Mapping[bytes | None, Messages]
 """Messages of one stream by key; those without a key are under None."""
 
 
-class Portion(NamedTuple):
+class Chunk(NamedTuple):
     """Messages by stream and key. `may_be_redriven`: some of them may be for one handler alone, as what was redriven is."""
 
     messages: dict[tuple[str, bytes | None], Messages]
@@ -120,29 +120,29 @@ def unpack_block(messages: bytes) -> Iterator[tuple[bytes | None, Messages]]:
     return pairs_of(_unpack(messages))
 
 
-def read_portions(batches: Iterable[pa.RecordBatch]) -> Iterator[Portion]:
+def read_chunks(batches: Iterable[pa.RecordBatch]) -> Iterator[Chunk]:
     """Unpack the blocks of a sorted partition, about 10,000 messages or 16 MB at a time.
 
-    A portion ends before the next bucket once it is half full, within a bucket only once it is full: most keys are in one
-    portion, with all their messages.
+    A chunk ends before the next bucket once it is half full, within a bucket only once it is full: most keys are in one
+    chunk, with all their messages.
     """
-    portion = Portion({})
+    chunk = Chunk({})
     count = size = 0
     last_bucket = None
     for batch in batches:
         buckets, streams = (batch.column(name).to_pylist() for name in ("bucket", "stream"))
         for bucket, stream, packed in zip(buckets, streams, batch.column("messages"), strict=True):
-            fill = max(count / PORTION_MESSAGES, size / PORTION_BYTES)
+            fill = max(count / CHUNK_MESSAGES, size / CHUNK_BYTES)
             if fill >= 1 or (fill >= 0.5 and bucket != last_bucket):
-                yield portion
-                portion, count, size = Portion({}), 0, 0
+                yield chunk
+                chunk, count, size = Chunk({}), 0, 0
             last_bucket = bucket
             block = packed.as_py()
             size += len(block)
-            portion = Portion(portion.messages, portion.may_be_redriven or REDRIVE_FIELD in block)
-            count += _add(portion.messages, stream, block)
+            chunk = Chunk(chunk.messages, chunk.may_be_redriven or REDRIVE_FIELD in block)
+            count += _add(chunk.messages, stream, block)
     if count:
-        yield portion
+        yield chunk
 
 
 def _add(into: dict[tuple[str, bytes | None], Messages], stream: str, block: bytes) -> int:

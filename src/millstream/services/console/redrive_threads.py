@@ -13,7 +13,7 @@ from millstream.admin.audit_log import AuditLog, failed_result, may_have_run
 from millstream.clock import SYSTEM_CLOCK, Every
 from millstream.delivery.dead_letter_queue import DeadLetterQueue, DeadLetterRef, Redriven
 from millstream.delivery.rate_override import format_rate
-from millstream.delivery.redrive_pacing import portions_at
+from millstream.delivery.redrive_pacing import chunks_at
 from millstream.delivery.redrive_reports import RedriveReport, read_stops, report_redrive
 from millstream.errors import MillstreamError, RedisError, Unavailable
 from millstream.redis_client.client import Client
@@ -222,12 +222,12 @@ class _Redrive:
 
     def _redrive(self, client: Client) -> None:
         """Redrive all, or those until a stop. Raises MillstreamError."""
-        for portion in portions_at(self._refs, self._found.rate, lambda wait_s: self._wait(client, wait_s)):
-            self._redrive_portion(client, portion)
+        for chunk in chunks_at(self._refs, self._found.rate, lambda wait_s: self._wait(client, wait_s)):
+            self._redrive_chunk(client, chunk)
 
-    def _redrive_portion(self, client: Client, portion: Sequence[DeadLetterRef]) -> None:
+    def _redrive_chunk(self, client: Client, chunk: Sequence[DeadLetterRef]) -> None:
         """Redrive some, or those until a stop. While Redis is unavailable, this is repeated: it redrives each once."""
-        left = list(portion)
+        left = list(chunk)
         is_unknown = is_logged = False
         while left:
             try:

@@ -20,7 +20,7 @@ from millstream.redis_client.replies import pairs_of
 from millstream.spark.engine.attempt_runner import CallRedis
 from millstream.spark.engine.key_run import Entry, KeyRun, unpack, unpack_fields
 from millstream.spark.engine.task_metrics import TaskMetrics
-from millstream.spark.key_blocks import Portion
+from millstream.spark.key_blocks import Chunk
 
 if TYPE_CHECKING:
     from millstream.spark.engine.key_migration import PartitionMigration
@@ -66,11 +66,11 @@ class RunLoader:
 
     # --- From blocks to runs ---
 
-    def split_into_runs(self, portion: Portion) -> list[KeyRun]:
+    def split_into_runs(self, chunk: Chunk) -> list[KeyRun]:
         """Make a run of the messages of each stream and key; each message without a key is a run of its own."""
         runs: list[KeyRun] = []
-        make = partial(KeyRun, may_be_redriven=portion.may_be_redriven)
-        for (stream, key), messages in portion.messages.items():
+        make = partial(KeyRun, may_be_redriven=chunk.may_be_redriven)
+        for (stream, key), messages in chunk.messages.items():
             entries = map(_new, repeat(Entry), pairs_of(messages))
             if key is not None:
                 runs.append(make(stream, key, KEY_PREFIX + key, deque(entries)))

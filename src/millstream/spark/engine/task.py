@@ -43,7 +43,7 @@ from millstream.spark.engine.run_loader import RunLoader
 from millstream.spark.engine.task_breaker import TaskBreaker
 from millstream.spark.engine.task_metrics import COUNTERS, METRICS_SCHEMA, TaskMetrics
 from millstream.spark.engine.task_permits import TaskPermits
-from millstream.spark.key_blocks import read_portions
+from millstream.spark.key_blocks import read_chunks
 
 MAX_BACKOFF_MS = 1_000.0
 """Total back-off of one key that a batch waits out, in milliseconds; a key that needs longer is deferred."""
@@ -92,10 +92,10 @@ class PartitionTask:
 
     async def process(self, batches: Iterable[pa.RecordBatch]) -> None:
         """Run every message of `batches` and commit its effects."""
-        for portion in read_portions(batches):
+        for chunk in read_chunks(batches):
             if self._breaker.is_open:
                 continue  # the driver runs the batch again once the handler is resumed
-            runs = self._loader.split_into_runs(portion)
+            runs = self._loader.split_into_runs(chunk)
             self._count_keyless(runs)
             if not self._breaker.is_open:
                 await self._process_runs(runs)

@@ -9,7 +9,7 @@ import pyarrow as pa
 from millstream.model import value_of
 from millstream.spark.key_blocks import ByKey, group_by_key, make_blocks, sortable
 from millstream.spark.source.entry_block import EntryBlock, first_id
-from millstream.spark.source.row_decoder import StreamEntries, portions
+from millstream.spark.source.row_decoder import StreamEntries, chunks
 
 _pack = msgspec.msgpack.Encoder().encode
 
@@ -37,17 +37,17 @@ class BlockMaker:
         ids: list[bytes] = []
         packed: list[bytes] = []
         keys: list[bytes | None] = []
-        for portion in portions(runs):
-            if isinstance(portion, EntryBlock):
-                ids += portion.ids.to_pylist()
-                packed += portion.packed().to_pylist()
+        for chunk in chunks(runs):
+            if isinstance(chunk, EntryBlock):
+                ids += chunk.ids.to_pylist()
+                packed += chunk.packed().to_pylist()
                 if self._key_field is not None:
-                    keys += portion.last_values(self._key_field).to_pylist()
+                    keys += chunk.last_values(self._key_field).to_pylist()
             else:
-                ids += [entry[0] for entry in portion]
-                packed += [_pack(entry[1]) for entry in portion]
+                ids += [entry[0] for entry in chunk]
+                packed += [_pack(entry[1]) for entry in chunk]
                 if self._key_field is not None:
-                    keys += [value_of(entry[1], self._key_field) for entry in portion]
+                    keys += [value_of(entry[1], self._key_field) for entry in chunk]
         if self._key_field is None:
             return {None: list(chain.from_iterable(zip(ids, packed, strict=True)))}
         return group_by_key(keys, ids, packed)

@@ -123,7 +123,7 @@ class _Received:
 
 
 class BlockParser:
-    """Parses `count` replies to XRANGE, in as many portions as they arrive."""
+    """Parses `count` replies to XRANGE, in as many chunks as they arrive."""
 
     def __init__(self, count: int) -> None:
         self.replies: list[RawEntries] = []

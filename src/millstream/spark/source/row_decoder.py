@@ -53,8 +53,8 @@ class BatchMaker:
         """Return one batch with the entries of `runs`, in their order. Raises DecodeError, which names the entry."""
         made: list[dict[str, pa.Array]] = []
         row = 0
-        for portion in portions(runs):
-            ids, fields = _ids_and_fields(portion)
+        for chunk in chunks(runs):
+            ids, fields = _ids_and_fields(chunk)
             try:
                 made.append(self._id_columns(ids) | self._make_columns(fields))
             except _InvalidValue as misfit:
@@ -81,8 +81,8 @@ class BatchMaker:
         return columns
 
 
-def portions(runs: Sequence[StreamEntries]) -> list[EntryBlock | list[Entry]]:
-    """All entries in order: those with the same bytes as one block, others as lists; one portion at least."""
+def chunks(runs: Sequence[StreamEntries]) -> list[EntryBlock | list[Entry]]:
+    """All entries in order: those with the same bytes as one block, others as lists; one chunk at least."""
     found: list[EntryBlock | list[Entry]] = []
     for part in _parts(runs):
         last = found[-1] if found else None

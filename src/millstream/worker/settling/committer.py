@@ -157,11 +157,11 @@ class Committer:
             # down.
             for one in _deliveries(some):
                 one.committing = True
-            for portion in chunk_by_size(some, itemgetter(1)):
+            for chunk in chunk_by_size(some, itemgetter(1)):
                 try:
-                    self._commit_some(stream, portion)
+                    self._commit_some(stream, chunk)
                 except OutOfMemory as error:
-                    self._postpone(stream, portion, error)
+                    self._postpone(stream, chunk, error)
 
     def _commit_some(self, stream: ReliableStream, some: Sequence[PendingCommit], *, allow_oom: bool = False) -> None:
         effects = [one for _, one in some]

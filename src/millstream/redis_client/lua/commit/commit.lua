@@ -40,7 +40,7 @@
 --   lease, and only if they are the first of its queue; they leave the queue with their effects, and need no offsets.
 --   On Spark a key that has a queue commits only the first entries of that queue. A call that a worker repeats gets the
 --   first reply. Writes that can be refused come before the offset, since a script is not rolled back: an offset without
---   its effects would be a loss. `max_offset` is never below any offset. A worker's portion of bare ids moves the
+--   its effects would be a loss. `max_offset` is never below any offset. A worker's chunk of bare ids moves the
 --   committed id, as a checkpoint would, if the group has nothing pending up to its last one. No flag allow-oom: at
 --   maxmemory the whole script is refused before it writes.
 
@@ -292,8 +292,8 @@ local function move_committed_id(id)
   return true
 end
 
--- Store that a portion of ids is committed. No offset is above its last one.
-local function store_portion(from, to)
+-- Store that a chunk of ids is committed. No offset is above its last one.
+local function store_chunk(from, to)
   if to - from + 1 >= ADVANCE_FROM and is_all_committed(ARGV[to]) and move_committed_id(ARGV[to]) then return end
   local offsets, count = {}, 0
   for i = from, to do
@@ -305,9 +305,9 @@ local function store_portion(from, to)
 end
 
 -- Bare ids take the same steps as units do below, a thousand with each command: one command per id would cost the
--- server far more than the commit itself. A portion of ids that are all new and held, as nearly all are, is committed
+-- server far more than the commit itself. A chunk of ids that are all new and held, as nearly all are, is committed
 -- without a look at each: then there is nothing to return. Else it returns what is pending, and has written nothing.
-local function commit_portion(from, to)
+local function commit_chunk(from, to)
   local pending = redis.call('XPENDING', KEYS[7], group, ARGV[from], ARGV[to], 2 * (to - from + 1), consumer)
   -- The ids ascend. No offset is above `max_offset`: the usual entry is, and need not be looked up.
   if not is_beyond(ARGV[from]) or (max_offset and not less(max_offset, ARGV[from])) then return pending end
@@ -318,13 +318,13 @@ local function commit_portion(from, to)
     if not pending[at] then return pending end
   end
   try('XACK', KEYS[7], group, unpack(ARGV, from, to))
-  if not failure then store_portion(from, to) end
+  if not failure then store_chunk(from, to) end
   if not failure then committed = committed + to - from + 1 end
 end
 
 local function commit_bare(from, to)
   if failure then return end
-  local pending = commit_portion(from, to)
+  local pending = commit_chunk(from, to)
   if not pending then return end
   local held, accepted, offsets, incomplete, known = {}, {}, {}, {}, {}
   for _, item in ipairs(pending) do held[item[1]] = true end
