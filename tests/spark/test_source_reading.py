@@ -10,7 +10,7 @@ from millstream.errors import ConfigError, Unavailable
 from millstream.model import ZERO_ID, EntryId
 from millstream.redis_client.client import Client
 from millstream.redis_client.resp import Command, Reply, ReplySize
-from millstream.spark.source.entry_block import RawEntries
+from millstream.spark.source.entry_segment import RawEntries
 from millstream.spark.source.offset_ranges import OffsetRange
 from millstream.spark.source.options import parse
 from millstream.spark.source.partition_reader import PartitionReader

@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from millstream.model import value_of
 from millstream.spark.key_blocks import ByKey, group_by_key, make_blocks, sortable
-from millstream.spark.source.entry_block import EntryBlock, first_id
+from millstream.spark.source.entry_segment import EntrySegment, first_id
 from millstream.spark.source.row_decoder import StreamEntries, chunks
 
 _pack = msgspec.msgpack.Encoder().encode
@@ -38,7 +38,7 @@ class BlockMaker:
         packed: list[bytes] = []
         keys: list[bytes | None] = []
         for chunk in chunks(runs):
-            if isinstance(chunk, EntryBlock):
+            if isinstance(chunk, EntrySegment):
                 ids += chunk.ids.to_pylist()
                 packed += chunk.packed().to_pylist()
                 if self._key_field is not None:

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Sequence
 from functools import cache
 
-from millstream.spark.source.entry_block import EntryBlock
+from millstream.spark.source.entry_segment import EntrySegment
 
 logger = logging.getLogger(__name__)
 
@@ -12,7 +12,7 @@ _MIN_ENTRIES = 300
 _SAMPLED = 32
 
 
-def warn_of_other_case(fields: EntryBlock | Sequence[Sequence[bytes]], absent: Sequence[str]) -> None:
+def warn_of_other_case(fields: EntrySegment | Sequence[Sequence[bytes]], absent: Sequence[str]) -> None:
     """Warn, once in this process, of each column in `absent` that differs only in case from a field name in `fields`.
 
     `fields`: of each entry; none of them has a field in `absent`. Fewer than 300 entries prove nothing and are ignored.

@@ -13,7 +13,7 @@ from millstream.model import EntryId
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.resp import Command, Reply
 from millstream.spark.source.data_loss import report_loss
-from millstream.spark.source.entry_block import Entry
+from millstream.spark.source.entry_segment import Entry
 from millstream.spark.source.partition_reader import Fetched, PartitionReader
 from millstream.spark.source.replica_reads import Replicas
 from millstream.spark.source.row_decoder import StreamEntries
@@ -83,7 +83,7 @@ class GroupPartitionReader(PartitionReader):
         replicas: Replicas | None = None,
     ) -> None:
         super().__init__(
-            client, (), limit_ms=limit_ms, fail_on_data_loss=fail_on_data_loss, replicas=replicas, as_blocks=False
+            client, (), limit_ms=limit_ms, fail_on_data_loss=fail_on_data_loss, replicas=replicas, as_segments=False
         )
         self._portions = portions
         self._unread_portions: deque[_UnreadPortion] | None = None

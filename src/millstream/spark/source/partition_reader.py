@@ -15,11 +15,11 @@ from millstream.errors import Unavailable
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.resp import Command, Reply, ReplySize
 from millstream.spark.source.data_loss import report_loss
-from millstream.spark.source.entry_block import last_id
+from millstream.spark.source.entry_segment import last_id
 from millstream.spark.source.gc_pause import gc_paused
 from millstream.spark.source.offset_ranges import OffsetRange
 from millstream.spark.source.replica_reads import ReplicaReads, Replicas
-from millstream.spark.source.reply_blocks import ReceiveBuffer, ReplyBlocks
+from millstream.spark.source.reply_segments import ReceiveBuffer, ReplySegments
 from millstream.spark.source.row_decoder import StreamEntries
 from millstream.spark.source.stream_info import StreamInfo, fetch, fetch_calls
 
@@ -32,7 +32,7 @@ _TRIP_BYTES, _MAX_TRIP_BYTES = 4 << 20, 16 << 20
 _BATCH_ROWS = 10_000
 _BATCH_BYTES = 16 << 20
 _GUESS_MARGIN = 200
-_MIN_BLOCK_ENTRIES, _MIN_REPLY_ENTRIES, _MAX_BLOCK_ENTRY_BYTES = 500, 40, 2_000
+_MIN_SEGMENT_ENTRIES, _MIN_REPLY_ENTRIES, _MAX_SEGMENT_ENTRY_BYTES = 500, 40, 2_000
 """A round trip with fewer entries, of which a reply has fewer, or with larger ones, is parsed by hiredis, which is as
 fast there."""
 
@@ -73,7 +73,7 @@ class PartitionReader:
 
     `limit_ms` bounds the wait for an unavailable Redis; None waits for ever. Raises DataLoss for entries that were lost
     after planning, or logs their number unless `fail_on_data_loss`. Reads entries from `replicas`, if given, and
-    everything else from primaries. `as_blocks`: whether `make` profits from entries that are `RawEntries`.
+    everything else from primaries. `as_segments`: whether `make` profits from entries that are `RawEntries`.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class PartitionReader:
         limit_ms: float | None,
         fail_on_data_loss: bool,
         replicas: Replicas | None = None,
-        as_blocks: bool = True,
+        as_segments: bool = True,
     ) -> None:
         self._client = client
         self._fetch_entries = partial(fetch_calls, client) if replicas is None else ReplicaReads(replicas).fetch
@@ -93,7 +93,7 @@ class PartitionReader:
         self._unread_ranges = deque(_UnreadRange.of(one) for one in ranges)
         self._trip_entries = 1  # the size of entries is not known yet
         self._entry_bytes = 1
-        self._reads_blocks = as_blocks and replicas is None
+        self._reads_segments = as_segments and replicas is None
         self._buffer = ReceiveBuffer()
 
     def batches(self, make: Callable[[list[StreamEntries]], T]) -> Iterator[T]:
@@ -165,8 +165,8 @@ class PartitionReader:
                     if not meter.exceeded:
                         raise
                 else:
-                    if isinstance(meter, ReplyBlocks) and meter.has_misfit:
-                        self._reads_blocks = False
+                    if isinstance(meter, ReplySegments) and meter.has_misfit:
+                        self._reads_segments = False
                     return chosen, replies, meter.total_bytes
 
         return self._with_retry(attempt)
@@ -174,9 +174,9 @@ class PartitionReader:
     def _meter(self, commands: int) -> ReplySize:
         """Return what reads the replies to so many commands, up to the maximum size of a round trip."""
         most = _MAX_TRIP_BYTES if self._trip_entries > 1 else float("inf")
-        are_many = self._trip_entries >= max(_MIN_BLOCK_ENTRIES, _MIN_REPLY_ENTRIES * commands)
-        if self._reads_blocks and are_many and self._entry_bytes <= _MAX_BLOCK_ENTRY_BYTES:
-            return ReplyBlocks(most, self._buffer)
+        are_many = self._trip_entries >= max(_MIN_SEGMENT_ENTRIES, _MIN_REPLY_ENTRIES * commands)
+        if self._reads_segments and are_many and self._entry_bytes <= _MAX_SEGMENT_ENTRY_BYTES:
+            return ReplySegments(most, self._buffer)
         return ReplySize(most)
 
     def _with_retry(self, ask_for: Callable[[], T]) -> T:

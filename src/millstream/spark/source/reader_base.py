@@ -94,7 +94,7 @@ class ReaderBase:
 
     def _read(self, partition: InputPartition, *, limit_ms: float | None) -> "Iterator[pa.RecordBatch]":
         from millstream.spark.source.partition_reader import PartitionReader
-        from millstream.spark.source.row_layout import batch_maker, takes_blocks
+        from millstream.spark.source.row_layout import batch_maker, takes_segments
 
         ranges = from_tuple(planned(partition))
         reader = PartitionReader(
@@ -103,7 +103,7 @@ class ReaderBase:
             limit_ms=limit_ms,
             fail_on_data_loss=self._options.fail_on_data_loss,
             replicas=self._replicas,
-            as_blocks=takes_blocks(self._options.columns),
+            as_segments=takes_segments(self._options.columns),
         )
         return clean_traceback(reader.batches(batch_maker(self._options.columns, self._schema)))
 

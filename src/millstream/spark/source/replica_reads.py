@@ -18,7 +18,7 @@ from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.replies import fields_of_info
 from millstream.redis_client.resp import Command, Node, Reply, ReplySize
 from millstream.redis_client.urls import Shard
-from millstream.spark.source.entry_block import Entry
+from millstream.spark.source.entry_segment import Entry
 from millstream.spark.source.stream_info import fetch_calls
 
 logger = logging.getLogger(__name__)

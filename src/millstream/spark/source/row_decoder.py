@@ -15,13 +15,13 @@ import pyarrow.compute as pc
 
 from millstream.errors import ConfigError, DecodeError
 from millstream.spark.limits import MAX_LONG, MAX_TIMESTAMP_MS
-from millstream.spark.source.entry_block import Entries, Entry, EntryBlock, RawEntries
+from millstream.spark.source.entry_segment import Entries, Entry, EntrySegment, RawEntries
 from millstream.spark.source.field_name_case import warn_of_other_case
 
 StreamEntries = tuple[str, Entries]
 """Consecutive entries of one stream."""
 
-Fields = EntryBlock | list[list[bytes]]
+Fields = EntrySegment | list[list[bytes]]
 """The names and values of entries."""
 
 TIMESTAMP = pa.timestamp("us", tz="UTC")
@@ -81,13 +81,13 @@ class BatchMaker:
         return columns
 
 
-def chunks(runs: Sequence[StreamEntries]) -> list[EntryBlock | list[Entry]]:
-    """All entries in order: those with the same bytes as one block, others as lists; one chunk at least."""
-    found: list[EntryBlock | list[Entry]] = []
+def chunks(runs: Sequence[StreamEntries]) -> list[EntrySegment | list[Entry]]:
+    """All entries in order: those with the same bytes as one segment, others as lists; one chunk at least."""
+    found: list[EntrySegment | list[Entry]] = []
     for part in _parts(runs):
         last = found[-1] if found else None
-        if isinstance(part, EntryBlock):
-            if isinstance(last, EntryBlock) and last.data is part.data:
+        if isinstance(part, EntrySegment):
+            if isinstance(last, EntrySegment) and last.data is part.data:
                 found[-1] = last.followed_by(part)
             else:
                 found.append(part)
@@ -98,9 +98,9 @@ def chunks(runs: Sequence[StreamEntries]) -> list[EntryBlock | list[Entry]]:
     return found or [[]]
 
 
-def _parts(runs: Sequence[StreamEntries]) -> Iterator[EntryBlock | list[Entry]]:
-    """The entries of `runs`, those of replies that follow each other in a block as one part."""
-    last: tuple[EntryBlock, int, int] | None = None
+def _parts(runs: Sequence[StreamEntries]) -> Iterator[EntrySegment | list[Entry]]:
+    """The entries of `runs`, those of replies that follow each other in a segment as one part."""
+    last: tuple[EntrySegment, int, int] | None = None
     for _, run in runs:
         for part in run.parts if isinstance(run, RawEntries) else (list(run),):
             if isinstance(part, list):
@@ -118,9 +118,9 @@ def _parts(runs: Sequence[StreamEntries]) -> Iterator[EntryBlock | list[Entry]]:
         yield last[0].part(*last[1:])
 
 
-def _ids_and_fields(entries: EntryBlock | list[Entry]) -> tuple[pa.Array, Fields]:
+def _ids_and_fields(entries: EntrySegment | list[Entry]) -> tuple[pa.Array, Fields]:
     """The ids, as binary, and the names and values."""
-    if isinstance(entries, EntryBlock):
+    if isinstance(entries, EntrySegment):
         return entries.ids, entries
     return pa.array([entry[0] for entry in entries], pa.binary()), [entry[1] for entry in entries]
 
@@ -159,7 +159,7 @@ def _timestamps(ms: pa.Array) -> pa.Array:
 def pair_columns(fields: Fields, *, schema: pa.Schema) -> dict[str, pa.Array]:
     """All fields as an array of (name, value), byte-exact, repeated names included."""
     wanted = schema.field("fields").type
-    if isinstance(fields, EntryBlock):
+    if isinstance(fields, EntrySegment):
         bounds, columns = fields.bounds, [fields.names(), fields.values()]
     else:
         lists = pa.array(fields, pa.list_(pa.binary()))
@@ -213,7 +213,7 @@ def typed_columns(fields: Fields, *, schema: pa.Schema, names: Sequence[str], fa
     null too, or with `failfast` raises DecodeError in BatchMaker.
     """
     wire_names = [name.encode() for name in names]
-    if isinstance(fields, EntryBlock):
+    if isinstance(fields, EntrySegment):
         raw_columns = [fields.last_values(name) for name in wire_names]
     else:
         raw_columns = [pa.array(raw, pa.binary()) for raw in _raw_columns(fields, wire_names)]
@@ -226,7 +226,7 @@ def typed_columns(fields: Fields, *, schema: pa.Schema, names: Sequence[str], fa
 
 
 def _lists(fields: Fields) -> list[list[bytes]]:
-    return fields.fields if isinstance(fields, EntryBlock) else fields
+    return fields.fields if isinstance(fields, EntrySegment) else fields
 
 
 def _raw_columns(fields: list[list[bytes]], names: Sequence[bytes]) -> list[Sequence[bytes | None]]:

@@ -8,7 +8,7 @@ from pyspark.sql.types import StructType
 
 from millstream.redis_client.key_names import REDRIVE_FIELD, to_wire
 from millstream.spark.source.block_maker import BlockMaker
-from millstream.spark.source.entry_block import Entries, RawEntries
+from millstream.spark.source.entry_segment import Entries, RawEntries
 from millstream.spark.source.options import Columns
 from millstream.spark.source.row_decoder import (
     BatchMaker,
@@ -30,7 +30,7 @@ def batch_maker(columns: Columns, schema: StructType) -> MakeBatch:
     return (lambda runs: make(_without_redriven(runs))) if columns.skip_redriven else make
 
 
-def takes_blocks(columns: Columns) -> bool:
+def takes_segments(columns: Columns) -> bool:
     """True if the row decoder needs no Python object for each name and value."""
     return columns.fields_as == "array"
 

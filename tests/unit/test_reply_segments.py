@@ -1,4 +1,4 @@
-"""Replies to XRANGE as blocks: the same entries, and the same columns, as of the parser that makes Python objects."""
+"""Replies to XRANGE as segments: the same entries, and the same columns, as of the parser that makes Python objects."""
 
 import socket
 import threading
@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from millstream.model import value_of
 from millstream.redis_client.key_names import REDRIVE_FIELD
 from millstream.spark.key_blocks import read_chunks
-from millstream.spark.source.entry_block import EntryBlock, RawEntries
+from millstream.spark.source.entry_segment import EntrySegment, RawEntries
 from millstream.spark.source.options import Columns
-from millstream.spark.source.reply_blocks import ReceiveBuffer, ReplyBlocks
+from millstream.spark.source.reply_segments import ReceiveBuffer, ReplySegments
 from millstream.spark.source.row_decoder import pair_columns, typed_columns
 from millstream.spark.source.row_layout import batch_maker
 from millstream.spark.source.schema import default_schema
@@ -51,7 +51,9 @@ def resp(value: Any) -> bytes:
     return b"*%d\r\n%b" % (len(value), b"".join(map(resp, value)))
 
 
-def read(sent: bytes, count: int, *, most: float = float("inf"), pieces: Sequence[int] = ()) -> tuple[ReplyBlocks, Any]:
+def read(
+    sent: bytes, count: int, *, most: float = float("inf"), pieces: Sequence[int] = ()
+) -> tuple[ReplySegments, Any]:
     """Read `count` replies of a peer that sends them in `pieces` of these sizes, the last one as long as the rest."""
     here, peer = socket.socketpair()
 
@@ -63,7 +65,7 @@ def read(sent: bytes, count: int, *, most: float = float("inf"), pieces: Sequenc
                 rest = rest[size:]
             peer.sendall(rest)
 
-    reader = ReplyBlocks(most, ReceiveBuffer())
+    reader = ReplySegments(most, ReceiveBuffer())
     sending = threading.Thread(target=send)
     with here:
         sending.start()
@@ -78,7 +80,7 @@ def as_lists(replies: Any) -> list[Entries]:
     return [list(reply) for reply in replies]
 
 
-def read_as_sent(replies: list[Entries], pieces: list[int]) -> tuple[ReplyBlocks, Any]:
+def read_as_sent(replies: list[Entries], pieces: list[int]) -> tuple[ReplySegments, Any]:
     """Read replies that arrive in pieces, and check that their entries and bytes are those that were sent."""
     sent = b"".join(map(resp, replies))
     reader, received = read(sent, len(replies), pieces=pieces)
@@ -89,7 +91,9 @@ def read_as_sent(replies: list[Entries], pieces: list[int]) -> tuple[ReplyBlocks
 
 @settings(deadline=None, max_examples=300)
 @given(replies_of(plain), st.lists(st.integers(1, 60), max_size=8))
-def test_blocks_have_the_entries_that_were_sent_however_they_arrive(replies: list[Entries], pieces: list[int]) -> None:
+def test_segments_have_the_entries_that_were_sent_however_they_arrive(
+    replies: list[Entries], pieces: list[int]
+) -> None:
     reader, received = read_as_sent(replies, pieces)
     assert not reader.has_misfit
     assert all(isinstance(reply, RawEntries) for reply in received)
@@ -119,12 +123,12 @@ def test_values_of_all_sizes_are_read(replies: list[Entries]) -> None:
     assert not reader.has_misfit
 
 
-def test_replies_of_many_megabytes_are_read_in_several_blocks() -> None:
+def test_replies_of_many_megabytes_are_read_in_several_segments() -> None:
     replies = [[[b"%d-%d" % (n, reply), [b"name", b"x" * 300 + b"%d" % n]] for n in range(9_000)] for reply in range(3)]
     reader, received = read(b"".join(map(resp, replies)), 3)
     assert as_lists(received) == replies
     assert not reader.has_misfit
-    assert len({id(block.data) for reply in received for block, _, _ in reply.parts}) > 1, "more than one buffer"
+    assert len({id(segment.data) for reply in received for segment, _, _ in reply.parts}) > 1, "more than one buffer"
 
 
 def test_an_entry_larger_than_the_buffer_is_left_to_the_other_parser() -> None:
@@ -164,7 +168,7 @@ TYPED = pa.schema([("a", pa.string()), ("b", pa.int64()), ("key", pa.binary()), 
 
 
 def packed_columns(fields: Any, *, key_field: bytes) -> dict[str, pa.Array]:
-    if isinstance(fields, EntryBlock):
+    if isinstance(fields, EntrySegment):
         return {"fields": fields.packed(), "key": fields.last_values(key_field)}
     return {
         "fields": pa.array(map(msgspec.msgpack.encode, fields), pa.binary()),
@@ -183,16 +187,16 @@ MAKERS: dict[str, Callable[..., dict[str, pa.Array]]] = {
 @given(
     replies_of(st.one_of(plain, plain, sized)), st.sampled_from(sorted(MAKERS)), st.integers(0, 99), st.integers(0, 99)
 )
-def test_columns_of_blocks_equal_those_of_lists(replies: list[Entries], name: str, start: int, length: int) -> None:
-    """Of a part of the first block, whose length depends on how the socket divides the replies."""
+def test_columns_of_segments_equal_those_of_lists(replies: list[Entries], name: str, start: int, length: int) -> None:
+    """Of a part of the first segment, whose length depends on how the socket divides the replies."""
     make = MAKERS[name]
     _, received = read(b"".join(map(resp, replies)), len(replies))
     reply = next((one for one in received if len(one)), None)
     if reply is None:
         return
-    block = reply.parts[0][0]
-    first = start % len(block)
-    part = block.part(first, first + 1 + length % (len(block) - first))
+    segment = reply.parts[0][0]
+    first = start % len(segment)
+    part = segment.part(first, first + 1 + length % (len(segment) - first))
     assert make(part) == make(part.fields)
 
 
@@ -203,11 +207,11 @@ def test_entries_with_few_and_many_fields_are_packed(width: int) -> None:
     reader, received = read(resp(replies[0]), 1)
     assert reader.has_misfit == (width == 40_000)
     if not reader.has_misfit:
-        block = received[0].parts[0][0]
-        assert MAKERS["packed"](block) == MAKERS["packed"](block.fields)
+        segment = received[0].parts[0][0]
+        assert MAKERS["packed"](segment) == MAKERS["packed"](segment.fields)
 
 
-def test_blocks_and_lists_make_one_record_batch_in_their_order() -> None:
+def test_segments_and_lists_make_one_record_batch_in_their_order() -> None:
     buffer = [[b"%d-0" % n, [b"key", b"%d" % n, b"a", b"x"]] for n in range(10)]
     _, (first, second) = read(resp(buffer[:3]) + resp(buffer[3:5]), 2)
     _, (third,) = read(resp(buffer[7:]), 1)
@@ -223,7 +227,7 @@ def test_blocks_and_lists_make_one_record_batch_in_their_order() -> None:
 
 
 @pytest.mark.parametrize("redriven", [[], [0], [3, 4], list(range(10))])
-def test_redriven_entries_of_blocks_are_skipped(redriven: list[int]) -> None:
+def test_redriven_entries_of_segments_are_skipped(redriven: list[int]) -> None:
     entries = [[b"%d-0" % n, [REDRIVE_FIELD if n in redriven else b"a", b"x"]] for n in range(10)]
     _, received = read(resp(entries), 1)
     columns = Columns(packed=True, skip_redriven=True)

@@ -1,4 +1,4 @@
-"""ReplyBlocks: reads replies to XRANGE from a socket into blocks of entries, without a Python object for each value.
+"""ReplySegments: reads replies to XRANGE from a socket into segments of entries, without a Python object for each value.
 
 The replies are parsed 512 KB at a time, and many values at once: numpy finds the ends of all lines (CR LF), and compares
 the length of each value with the length that Redis announced. Where all are equal, lines are values. Where one is not,
@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millstream.redis_client.resp import Parser, ReplySize
-from millstream.spark.source.entry_block import Data, EntryBlock, Places, RawEntries
+from millstream.spark.source.entry_segment import Data, EntrySegment, Places, RawEntries
 
-_BUFFER_BYTES, _BLOCK_BYTES = 1 << 21, 1 << 19
-"""Each block costs a third of a millisecond, however small it is; larger ones do not stay in the caches of a core."""
+_BUFFER_BYTES, _SEGMENT_BYTES = 1 << 21, 1 << 19
+"""Each segment costs a third of a millisecond, however small it is; larger ones do not stay in the caches of a core."""
 _SPARE_BYTES = 8  # a word is read from each line, the last one included
 
 _CR, _LF, _DOLLAR, _STAR = b"\r\n$*"
@@ -37,7 +37,7 @@ class Misfit(Exception):
 
 
 class ReceiveBuffer:
-    """The bytes of replies, which the blocks of several round trips share: Arrow copies from them all at once."""
+    """The bytes of replies, which the segments of several round trips share: Arrow copies from them all at once."""
 
     def __init__(self) -> None:
         self._allocate()
@@ -70,12 +70,12 @@ class ReceiveBuffer:
         unparsed = self.size - self.parsed
         return (
             bytes(self._view[self.size - 2 : self.size]) == b"\r\n"
-            or unparsed >= _BLOCK_BYTES
+            or unparsed >= _SEGMENT_BYTES
             or self.size == _BUFFER_BYTES
         )
 
 
-class ReplyBlocks(ReplySize):
+class ReplySegments(ReplySize):
     """Reads replies as `RawEntries` into `buffer`; after a misfit, `has_misfit`, as hiredis parses them."""
 
     def __init__(self, most: float, buffer: ReceiveBuffer) -> None:
@@ -87,7 +87,7 @@ class ReplyBlocks(ReplySize):
         """The next `count` replies."""
         if self.has_misfit:
             return super().read_all(opened, reader, nothing, count)
-        parser = BlockParser(count)
+        parser = SegmentParser(count)
         received: list[Data] = []
         buffer = self._buffer
         buffer.begin()
@@ -122,7 +122,7 @@ class _Received:
         return some or self._opened.recv(size)
 
 
-class BlockParser:
+class SegmentParser:
     """Parses `count` replies to XRANGE, in as many chunks as they arrive."""
 
     def __init__(self, count: int) -> None:
@@ -159,7 +159,7 @@ class BlockParser:
         for line in range(4):
             is_field[entries + line] = False
         values = np.flatnonzero(is_field)[1::2]
-        block = EntryBlock(
+        segment = EntrySegment(
             data,
             starts[entries + 2],
             ends[entries + 2],
@@ -167,10 +167,10 @@ class BlockParser:
             ends[values],
             np.concatenate((np.zeros(1, np.int32), np.cumsum(widths, dtype=np.int32))),
         )
-        _check_lengths(data, words, block.id_starts, block.id_ends)
-        _check_lengths(data, words, block.starts, block.ends)
+        _check_lengths(data, words, segment.id_starts, segment.id_ends)
+        _check_lengths(data, words, segment.starts, segment.ends)
         for reply, first, until in places:
-            reply.append(block, first, until)
+            reply.append(segment, first, until)
         return int(starts[max(end, headers[-1] + 1 if len(headers) else 0)])
 
     def _match_replies(

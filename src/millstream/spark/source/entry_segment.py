@@ -1,4 +1,4 @@
-"""EntryBlock: entries as the bytes that Redis sent, and where each id, name and value is in them.
+"""EntrySegment: entries as the bytes that Redis sent, and where each id, name and value is in them.
 
 A Python object for every name and value costs more than all else that a task does with an entry. Arrow copies them from
 the bytes instead.
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 Data = NDArray[np.uint8]
 Places = NDArray[np.int32]
-"""Offsets in the bytes of a block, or in its fields."""
+"""Offsets in the bytes of a segment, or in its fields."""
 
 Entry = Sequence[Any]
 """As hiredis parses it: [id, [name, value, name, value, ...]]."""
@@ -27,7 +27,7 @@ _LISTS = ((1 << 4, 0x90, 0), (1 << 16, 0xDC, 2), (1 << 32, 0xDD, 4))
 
 
 @dataclass(slots=True, frozen=True, eq=False)
-class EntryBlock:
+class EntrySegment:
     """Consecutive entries of a reply, or of several.
 
     * `data`: the bytes; those before an id, a name or a value, at least six, are free for headers of another format
@@ -67,13 +67,13 @@ class EntryBlock:
         """The id of one entry."""
         return self.data[self.id_starts[index] : self.id_ends[index]].tobytes()
 
-    def part(self, first: int, end: int) -> "EntryBlock":
+    def part(self, first: int, end: int) -> "EntrySegment":
         """The entries from the index `first` to before `end`."""
         if end - first == len(self):
             return self
         bounds = self.bounds[first : end + 1]
         entries, fields = slice(first, end), slice(bounds[0], bounds[-1])
-        return EntryBlock(
+        return EntrySegment(
             self.data,
             self.id_starts[entries],
             self.id_ends[entries],
@@ -82,9 +82,9 @@ class EntryBlock:
             bounds - bounds[0],
         )
 
-    def followed_by(self, other: "EntryBlock") -> "EntryBlock":
-        """These entries, and those of another block with the same bytes."""
-        return EntryBlock(
+    def followed_by(self, other: "EntrySegment") -> "EntrySegment":
+        """These entries, and those of another segment with the same bytes."""
+        return EntrySegment(
             self.data,
             np.concatenate((self.id_starts, other.id_starts)),
             np.concatenate((self.id_ends, other.id_ends)),
@@ -169,43 +169,43 @@ def _write_headers(
 
 
 class RawEntries:
-    """The entries of one reply, in parts of blocks. Entries are parsed when they are iterated over."""
+    """The entries of one reply, in parts of segments. Entries are parsed when they are iterated over."""
 
     __slots__ = ("_count", "parts")
 
     def __init__(self) -> None:
-        self.parts: list[tuple[EntryBlock, int, int]] = []
+        self.parts: list[tuple[EntrySegment, int, int]] = []
         self._count = 0
 
-    def append(self, block: EntryBlock, first: int, end: int) -> None:
-        """Append the entries of `block` from the index `first` to before `end`."""
-        self.parts.append((block, first, end))
+    def append(self, segment: EntrySegment, first: int, end: int) -> None:
+        """Append the entries of `segment` from the index `first` to before `end`."""
+        self.parts.append((segment, first, end))
         self._count += end - first
 
     @property
     def first_id(self) -> bytes:
         """The id of the first entry."""
-        block, first, _ = self.parts[0]
-        return block.id_of(first)
+        segment, first, _ = self.parts[0]
+        return segment.id_of(first)
 
     @property
     def last_id(self) -> bytes:
         """The id of the last entry."""
-        block, _, end = self.parts[-1]
-        return block.id_of(end - 1)
+        segment, _, end = self.parts[-1]
+        return segment.id_of(end - 1)
 
     def begins_with(self, name: bytes) -> bool:
         """True if the first field of any entry is called `name`."""
-        return any(block.part(first, end).begins_with(name) for block, first, end in self.parts)
+        return any(segment.part(first, end).begins_with(name) for segment, first, end in self.parts)
 
     def __len__(self) -> int:
         return self._count
 
     def __iter__(self) -> Iterator[Entry]:
         for whole, first, end in self.parts:
-            block = whole.part(first, end)
-            for index, fields in enumerate(block.fields):
-                yield [block.id_of(index), fields]
+            segment = whole.part(first, end)
+            for index, fields in enumerate(segment.fields):
+                yield [segment.id_of(index), fields]
 
 
 Entries = Sequence[Entry] | RawEntries
