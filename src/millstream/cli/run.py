@@ -381,6 +381,7 @@ def _session(
     """
     from millstream.spark.run.app_archive import ship
     from millstream.spark.run.session import check_compression, close_session, is_cluster, open_session, task_attempts
+    from millstream.spark.run.warm_up import start_warm_up
 
     tries = task_attempts(app.handlers.values())
     master = master or f"local[*,{tries}]"
@@ -399,6 +400,8 @@ def _session(
         if spark is not None and is_cluster(master):
             check_compression(spark)
             ship(spark, *code)
+        if spark is not None and not is_cluster(master):
+            start_warm_up(spark)
         yield spark
     finally:
         if spark is not None:

@@ -1,0 +1,48 @@
+"""A warm-up of Spark beside the start of the queries: the first batch finds the Python workers of its tasks running.
+
+Spark starts the processes of a query one after another: those of its source first, and with the first batch the daemon of
+its tasks, which imports pandas and pyarrow. Java loads and compiles what a batch needs only then, too. A job without
+messages, with the plan of a handler's batch, does both while the source starts.
+"""
+
+import logging
+import threading
+from collections.abc import Iterable, Iterator
+
+import pyarrow as pa
+from py4j.protocol import Py4JError
+from pyspark.errors import PySparkException
+from pyspark.sql import SparkSession
+
+from millstream.spark.engine.micro_batch import shuffle
+from millstream.spark.key_blocks import SCHEMA
+from millstream.spark.versions import spark_schema
+
+logger = logging.getLogger(__name__)
+
+_COLUMNS = (
+    "cast(id as int) as bucket",
+    "'' as stream",
+    "cast('' as binary) as first_id",
+    "cast('' as binary) as messages",
+)
+
+
+def start_warm_up(spark: SparkSession) -> threading.Thread:
+    """Start the job in a thread of its own. The end of the session ends it."""
+    thread = threading.Thread(target=_warm_up, args=(spark,), name="millstream-warm-up", daemon=True)
+    thread.start()
+    return thread
+
+
+def _warm_up(spark: SparkSession) -> None:
+    cores = spark.sparkContext.defaultParallelism
+    try:
+        frame = shuffle(spark.range(cores).selectExpr(*_COLUMNS), cores)
+        frame.mapInArrow(_unchanged, spark_schema(SCHEMA)).collect()
+    except (PySparkException, Py4JError, OSError) as error:
+        logger.debug("the warm-up of Spark has failed: %s; the first batch starts its Python workers", error)
+
+
+def _unchanged(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    yield from batches
