@@ -31,7 +31,7 @@ def count(message: Message) -> None:
 
 @pytest.fixture
 def app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """An app, for runs of a user who has set nothing about Spark or Java."""
+    """An app, for runs without settings of Spark and Java."""
     monkeypatch.delenv("SPARK_HOME")
     options = [one for one in os.environ["JAVA_TOOL_OPTIONS"].split() if "SharedArchiveFile" not in one]
     monkeypatch.setenv("JAVA_TOOL_OPTIONS", " ".join(options))

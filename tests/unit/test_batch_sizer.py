@@ -40,9 +40,21 @@ def test_batches_come_to_take_as_long_as_wanted() -> None:
 
 def test_batches_of_a_slow_handler_become_small_though_few_entries_wait() -> None:
     batches = Batches(entry_ms=10)
-    assert [batches.run(backlog=400) for _ in range(3)] == [400, 250, 200]
+    assert [batches.run(backlog=400) for _ in range(4)] == [400, 400, 250, 200]
     batches.entry_ms = 1_000
     assert [batches.run() for _ in range(3)] == [200, 100, 100]
+
+
+def test_the_time_that_a_query_takes_to_start_makes_no_batch_smaller() -> None:
+    batches = Batches(overhead_ms=2_000, entry_ms=0.1)
+    assert batches.run() == 1_000
+    batches.overhead_ms = 200
+    assert [batches.run() for _ in range(2)] == [4_000, 13_333]
+
+
+def test_a_first_batch_that_takes_longer_than_a_start_makes_the_next_one_smaller() -> None:
+    batches = Batches(overhead_ms=2_000, entry_ms=4)
+    assert [batches.run() for _ in range(2)] == [1_000, 500]
 
 
 def test_a_small_batch_that_was_quick_says_nothing_about_larger_ones() -> None:

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.spark]
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The cache folder of a user who has set no home for Spark."""
+    """The cache folder of a user; SPARK_HOME is not set."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("SPARK_HOME", raising=False)
     return tmp_path / "cache"

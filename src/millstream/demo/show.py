@@ -141,6 +141,8 @@ class _Run:
 
     def _start_pipeline(self) -> None:
         """Start the pipeline and wait until it consumes, so that flights are published while it does."""
+        from millstream.spark.run.spark_home import has_class_archive  # what needs no Spark imports nothing of it
+
         self._console.print("starting millstream run")
         self._began_ms = self._clock.monotonic_ms()
         with self._console.status("Spark is starting"):
@@ -151,6 +153,8 @@ class _Run:
                 self._clock.sleep_ms(_POLL_MS)
         self.startup_s = self._elapsed_s()
         self._console.print(f"the pipeline consumes after {self.startup_s:.1f} s; publishing the flights")
+        if not has_class_archive():
+            self._console.print("millstream class-archive makes later starts of Spark quicker")
 
     def _watch(self, view: ProgressView) -> Sample:
         shown_ms = 0.0

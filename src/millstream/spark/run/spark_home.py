@@ -68,6 +68,13 @@ def class_archive(home: Path) -> Path | None:
     return None
 
 
+def has_class_archive() -> bool:
+    """Whether the next run on this machine has a class archive."""
+    with suppress(RuntimeError):  # the user has no home
+        return class_archive(quick_home()) is not None
+    return False
+
+
 def archive_name(size_bytes: int | str) -> str:
     """The file name of a class archive of that size, for the Java that Spark starts: only that one can use it."""
     java_home = os.environ.get("JAVA_HOME")
