@@ -27,6 +27,8 @@ MAX_ITEMS = 7_000
 
 _HEADS = [bytes([0xA0 | size]) for size in range(32)]
 _HEAD_SIZES = {0xD9: 2, 0xDA: 3, 0xDB: 5}
+_SHORT_ARRAYS = range(0x90, 0xA0)
+"""First bytes of msgpack arrays of up to 15 items. Two bytes with the number follow the first one of longer arrays."""
 _pack = msgspec.msgpack.Encoder().encode
 _unpack_parts = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
 
@@ -102,6 +104,11 @@ def pack_pairs(pairs: Sequence[bytes]) -> bytes:
 def unpack_output(packed: bytes) -> list[bytes]:
     """Return the names and values of an output that `pack_output` has packed."""
     return [_unpack_text(part) for part in _unpack_parts(packed)]
+
+
+def items_of_output(packed: bytes) -> bytes:
+    """Return the items of an output that `pack_output` has packed, one after the other, without the header of the array."""
+    return packed[1 if packed[0] in _SHORT_ARRAYS else 3 :]
 
 
 def raw(value: bytes) -> msgspec.Raw:
