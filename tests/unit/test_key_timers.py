@@ -227,11 +227,11 @@ def test_an_output_without_an_output_stream_is_still_an_error() -> None:
 
 
 def test_a_commit_without_timers_has_no_argument_for_them() -> None:
-    unit = Effects(b"kk", b"1", last_id="5-0", first_id="5-0", message_count=1, outputs=[b"x"])
+    unit = Effects(b"kk", b"1", last_id="5-0", first_id="5-0", message_count=1, outputs=[b"\x91x"])
     before = unit.args(0)
     assert before == [b"kk", b"1", "5-0", "5-0", 1, 0, "", "", "", 0, 1, 8, 0, b"x", 0]
     assert unit.is_ack_only is False
-    timed = Effects(b"kk", b"1", last_id="5-0", first_id="5-0", message_count=1, outputs=[b"x"])
+    timed = Effects(b"kk", b"1", last_id="5-0", first_id="5-0", message_count=1, outputs=[b"\x91x"])
     timed.add_timers([(b"t", 5, b"yy"), (b"u", "", b"")])
     assert timed.args(0) == [*before[:-1], "T", 2, b"t", 5, b"yy", b"u", "", b"", 0]
     assert timed.size == unit.size + 4

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -101,9 +101,15 @@ they are done together, or that each has to be run again by itself.
 RunResult = tuple[Outputs, TimerChanges, BaseException | None]
 """The outputs of a handler, its changes of timers, and the exception that it raised, if any."""
 
-TimeLimiter = Callable[[Callable[[], RunResult], float], RunResult]
-"""How an engine calls a plain function under a time limit in milliseconds: after that time it raises TimeLimit in the
-function, as soon as the function executes Python code."""
+
+class TimeLimiter(Protocol):
+    """How an engine calls a plain function with its arguments under a time limit in milliseconds: after that time it
+    raises TimeLimit in the function, as soon as the function executes Python code.
+    """
+
+    def __call__(self, work: Callable[..., RunResult], limit_ms: float, /, *arguments: Any) -> RunResult:
+        """Return what the function returns. TimeLimit may also be raised just after it returned."""
+
 
 _NO_STATE = State()
 _NO_RESULTS: RunResult = (), (), None
@@ -302,7 +308,7 @@ def _run_plain(handler: Handler, message: Message, arguments: dict[str, Any], gu
     if guard is None:
         return _call(handler, message, arguments)
     try:
-        return guard(lambda: _call(handler, message, arguments), handler.time_limit_ms)
+        return guard(_call, handler.time_limit_ms, handler, message, arguments)
     except TimeLimit as error:  # the alarm fired just after the function returned
         return (), (), error
 
@@ -324,6 +330,10 @@ def encode_results(handler: Handler, origin: Origin, result: object) -> RunResul
     """
     if result is None:
         return _NO_RESULTS
+    if type(result) is dict and handler.into is not None:  # nearly all results: what follows does the same for them
+        entry = pack_output(result)
+        if len(entry) <= MAX_OUTPUT_BYTES:
+            return [entry], (), None
     # Most results are a dict, and a check for an abstract class costs as much as packing a small one.
     is_one = type(result) is dict or not isinstance(result, (list, tuple, Iterator))
     results: Any = (result,) if is_one else result

@@ -121,7 +121,7 @@ class Handler:
         """True if the handler takes the state of its key."""
         return any(source == "state" for _, source in self.arguments)
 
-    @property
+    @functools.cached_property
     def state_version(self) -> int:
         """The version of the states that it writes; 1 without state upcasts."""
         return current_version(self.state_upcasts)
@@ -129,6 +129,15 @@ class Handler:
     @functools.cached_property
     def _message_only(self) -> str | None:
         return self.arguments[0][0] if [source for _, source in self.arguments] == ["message"] else None
+
+    @functools.cached_property
+    def _model_argument(self) -> str | None:
+        return next((name for name, source in self.arguments if source == "model"), None)
+
+    @functools.cached_property
+    def _other_arguments(self) -> Sequence[tuple[str, bool]]:
+        """Those that are not the model; True for a message, False for the state."""
+        return [(name, source == "message") for name, source in self.arguments if source != "model"]
 
     @functools.cached_property
     def takes_published(self) -> str | None:
@@ -179,11 +188,10 @@ class Handler:
         if self._message_only is not None:
             return {self._message_only: message}
         bound: dict[str, Any] = {}
-        for name, source in self.arguments:
-            if source == "model" and self.model is not None:
-                bound[name] = _decoder(self.model)(message.pairs)
-            else:
-                bound[name] = message if source == "message" else state
+        if self._model_argument is not None and self.model is not None:
+            bound[self._model_argument] = _decoder(self.model)(message.pairs)
+        for name, is_message in self._other_arguments:
+            bound[name] = message if is_message else state
         return bound
 
     def missing_key_error(self) -> MissingKey:

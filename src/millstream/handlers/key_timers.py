@@ -84,7 +84,8 @@ def origin_of(handler: Handler, message: Message) -> Origin:
     """Return what a timer takes from the message that sets it. Before the run: a handler may change its message."""
     if message.key is None:
         return _KEYLESS
-    return message.stream, message.id, message.key, limited_value(handler.limit, message.pairs)
+    limit = handler.limit
+    return message.stream, message.id, message.key, None if limit is None else limited_value(limit, message.pairs)
 
 
 def timer_id(label: str, name: str, key: bytes) -> bytes:

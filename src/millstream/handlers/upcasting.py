@@ -119,6 +119,8 @@ def current_state(blob: bytes, upcasts: Sequence[StateUpcast]) -> State:
 
     Raises NewerState for one of a later version, DecodeError if an upcast fails, and ValueError if it is damaged.
     """
+    if not upcasts and blob[:1] != _VERSIONED:  # nearly all states, and one is decoded for each message
+        return State(_decode_plain(blob)) if blob else State()
     version, found = parse_version_and_state(blob)
     if version > (current := current_version(upcasts)):
         raise NewerState(
@@ -156,8 +158,9 @@ def encode_state(state: State, version: int = 1) -> bytes:
 
     Raises TypeError, OverflowError, RecursionError or ValueError if it cannot be stored.
     """
-    if not all(type(name) is str for name in state):
-        raise TypeError("a name is not text")
+    for name in state:
+        if type(name) is not str:
+            raise TypeError("a name is not text")
     if not state:
         return b""
     return _encode(state) if version == 1 else _encode((version, state))

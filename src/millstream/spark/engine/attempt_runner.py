@@ -1,14 +1,15 @@
 """AttemptRunner: runs attempts of a task's handler under their time limit, and stops the clock while none runs."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
 from millstream.handlers.attempt import (
     BatchOutcome,
     ListOutcome,
     Outcome,
+    TimeLimiter,
     attempt,
     attempt_batch,
     attempt_batch_plain,
@@ -68,14 +69,12 @@ class AttemptRunner:
                     return refusal
                 return await self._in_task(attempt(self._handler, message, state))
 
-    @contextmanager
-    def consecutive(self) -> Iterator[Callable[[Message, bytes], Outcome]]:
-        """Return what runs attempts of a plain handler, on a message with a state, while nothing waits in between.
+    def consecutive(self) -> AbstractContextManager[TimeLimiter]:
+        """Return what `attempt_plain` needs to run a plain handler on one message after another, while nothing waits in between.
 
         The event loop is left once for all of them, and not for each.
         """
-        with self._time_limit.outside_loop() as guard:
-            yield lambda message, state: attempt_plain(self._handler, message, state, guard)
+        return self._time_limit.outside_loop()
 
     async def run_batch(self, messages: Sequence[Message]) -> BatchOutcome:
         """Run one attempt on several messages together and return their outcomes."""

@@ -39,8 +39,11 @@ class CommitBuffer:
     def is_filled_by(self, run: KeyRun) -> bool:
         """Return True if a flush is due once the effects of this run are staged, which may go on."""
         effects = run.effects
-        is_long = effects.message_count >= COMMIT_MESSAGES or effects.output_count >= MAX_COMMIT_OUTPUTS
-        return is_long or self._bytes >= COMMIT_BYTES
+        return (
+            effects.message_count >= COMMIT_MESSAGES
+            or self._bytes >= COMMIT_BYTES
+            or len(effects.outputs) + len(effects.timers) >= MAX_COMMIT_OUTPUTS
+        )
 
     def count_bytes(self, size: int) -> None:
         """Note that the effects of a run have grown by so many bytes."""

@@ -12,7 +12,7 @@ from millstream.delivery.deferral import DeferMode, Deferral, DeferredKey
 from millstream.delivery.effects import FROM_QUEUE, Effects
 from millstream.delivery.last_error import LastError
 from millstream.errors import Unfinished
-from millstream.handlers.attempt import Parked, RetryLater
+from millstream.handlers.attempt import Done, Parked, RetryLater
 from millstream.model import ZERO_ID, EntryId, Retry
 from millstream.redis_client.key_names import EDITED_FIELD, REDRIVE_FIELD, own_pairs
 from millstream.redis_client.resp import Arg
@@ -141,6 +141,18 @@ class KeyRun:
             last_error=last_error,
             ids=ids[:1] if self.from_queue else ids,
         )
+
+    def add_done(self, entry_id: str, done: Done) -> int:
+        """Add the outcome of its next entry, which has no other effects than outputs and a state; return their bytes."""
+        effects, outputs, state = self.effects, done.outputs, done.state
+        effects.first_id = effects.first_id or entry_id
+        effects.last_id = entry_id
+        effects.message_count += 1
+        if outputs:
+            effects.add_outputs(outputs)
+        self.state = state
+        self.covered.append(self.entries.popleft())
+        return len(state) + sum(map(len, outputs))
 
     def add_state(self) -> None:
         """Add its state to its effects, if it has changed since the last commit."""

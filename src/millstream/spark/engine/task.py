@@ -22,6 +22,7 @@ from millstream.handlers.attempt import (
     Outcome,
     Parked,
     RetryLater,
+    attempt_plain,
     canceled_outcome,
     cancels_rest,
     check_key,
@@ -183,15 +184,25 @@ class PartitionTask:
 
         Nothing waits in between, so the event loop takes no step for each message.
         """
-        with self._attempts.consecutive() as attempt:
-            while run.entries and not (run.next_may_be_for_one or self._buffer.is_filled_by(run)):
-                message, _ = self._loader.next_message(run, self._token)
-                outcome = attempt(message, run.state)
+        entries, buffer, stream, key, token = run.entries, self._buffer, run.stream, run.key, self._token
+        is_plain = not (run.may_be_redriven or run.from_queue)
+        stopped_by: tuple[Message, Outcome] | None = None
+        processed = 0
+        with self._attempts.consecutive() as guard:
+            while entries and not (run.may_be_redriven and entries[0].may_be_for_one) and not buffer.is_filled_by(run):
+                entry = entries[0]
+                message = Message(stream, entry.id_text.decode(), unpack(entry.packed), key, 1, token)
+                outcome = attempt_plain(self._handler, message, run.state, guard)
                 if not isinstance(outcome, Done):
-                    return message, outcome
-                self._breaker.on_processed()
-                self._add_outcome(run, message, outcome)
-        return None
+                    stopped_by = message, outcome
+                    break
+                processed += 1
+                if is_plain and not outcome.timers:
+                    buffer.count_bytes(run.add_done(message.id, outcome))
+                else:
+                    self._add_outcome(run, message, outcome)
+        self._breaker.on_processed(processed)
+        return stopped_by
 
     async def _settle(
         self, run: KeyRun, message: Message, outcome: Outcome, remaining: Iterator[KeyRun], group: asyncio.TaskGroup

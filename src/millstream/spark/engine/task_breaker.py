@@ -29,10 +29,10 @@ class TaskBreaker:
         """True if the task must stop."""
         return self.trip is not None
 
-    def on_processed(self) -> None:
-        """Note that a message was processed."""
+    def on_processed(self, count: int = 1) -> None:
+        """Note that messages were processed."""
         if self._window is not None:
-            self._window.on_processed()
+            self._window.on_processed(count)
 
     def admits(self, dead: DeadLettered, *, redriven: bool) -> bool:
         """Return whether a dead letter may be written; if not, its message must stay uncommitted."""

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from millstream.handlers.attempt import RunResult, TimeLimiter
 from millstream.handlers.time_limit import TimeLimit
@@ -31,7 +32,7 @@ class AttemptTimeLimit:
     def __init__(self) -> None:
         self._armed = False
         self._deadline_s = self._fires_at_s = math.inf
-        self._repeat_s = _MIN_REPEAT_S
+        self._limit_s = math.inf
         self._watchdog = watchdog()
         self._usable = threading.current_thread() is threading.main_thread()
         if self._usable:
@@ -50,12 +51,12 @@ class AttemptTimeLimit:
         finally:
             asyncio._set_running_loop(loop)
 
-    def guard(self, work: Callable[[], RunResult], limit_ms: float) -> RunResult:
+    def guard(self, work: Callable[..., RunResult], limit_ms: float, /, *arguments: Any) -> RunResult:
         """Return what `work` returns; raise TimeLimit in it after `limit_ms` milliseconds. Call it outside the loop."""
         try:
             self._arm(limit_ms)
             try:
-                return work()
+                return work(*arguments)
             finally:
                 self._armed = False
         finally:
@@ -70,13 +71,15 @@ class AttemptTimeLimit:
 
     def _arm(self, limit_ms: float) -> None:
         now_s, limit_s = time.monotonic(), limit_ms / 1000
-        self._deadline_s, self._repeat_s = now_s + limit_s, max(limit_s, _MIN_REPEAT_S)
+        self._limit_s = limit_s
+        self._deadline_s = deadline_s = now_s + limit_s
         self._armed = True  # before the check: a timer that fires from here on is set anew
         # One that should have fired by now was stopped by a handler, which may use the signal itself.
-        if not now_s < self._fires_at_s <= self._deadline_s:
-            self._fires_at_s = self._deadline_s
+        if not now_s < self._fires_at_s <= deadline_s:
+            self._fires_at_s = deadline_s
             self._set_timer(limit_s)
-        self._watchdog.arm(limit_ms)
+        if now_s >= self._watchdog.renew_at_s:
+            self._watchdog.arm(limit_ms)
 
     def _set_timer(self, seconds: float) -> None:
         if self._usable:
@@ -90,7 +93,7 @@ class AttemptTimeLimit:
         left_s = self._deadline_s - now_s
         is_over = left_s <= 0
         # The alarm repeats: a handler may swallow the first one.
-        wait_s = self._repeat_s if is_over else max(left_s, _MIN_WAIT_S)
+        wait_s = max(self._limit_s, _MIN_REPEAT_S) if is_over else max(left_s, _MIN_WAIT_S)
         self._set_timer(wait_s)
         self._fires_at_s = now_s + wait_s
         if is_over:

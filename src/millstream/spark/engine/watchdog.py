@@ -36,8 +36,8 @@ class _TimerSpec(ctypes.Structure):
 class Watchdog:
     """Kills this process if it is armed and not re-armed or disarmed in time. No-op where the system has no such timer.
 
-    Setting the timer costs as much as a few messages do, so an `arm` within half a second of the last one is skipped. A
-    forked child has no watchdog timer.
+    Setting the timer costs as much as a few messages do, so an `arm` within half a second of the last one is skipped:
+    before `renew_at_s`, in monotonic time. A forked child has no watchdog timer.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Watchdog:
         self._timer = ctypes.c_void_p()
         event = _SignalEvent(None, signal.SIGKILL, _SIGEV_SIGNAL, b"")
         create = getattr(self._libc, "timer_create", None)
-        self._renew_at_s = float("-inf")
+        self.renew_at_s = float("-inf")
         self._armed = False
         self._usable = create is not None and not create(
             _CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(self._timer)
@@ -57,14 +57,14 @@ class Watchdog:
         That is in `hard_limit_ms` and `more_ms`, or up to 500 milliseconds later.
         """
         now_s = time.monotonic()
-        if now_s >= self._renew_at_s:
-            self._renew_at_s = now_s + _RENEW_S
+        if now_s >= self.renew_at_s:
+            self.renew_at_s = now_s + _RENEW_S
             self._set_timer((hard_limit_ms(limit_ms) + more_ms) / 1000 + _RENEW_S)
 
     def disarm(self) -> None:
         """Stop the timer."""
         if self._armed:
-            self._renew_at_s = float("-inf")
+            self.renew_at_s = float("-inf")
             self._set_timer(0.0)
 
     def _set_timer(self, seconds: float) -> None:
