@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 
 from millstream.errors import OutputError
 from millstream.handlers.decoding import compile_decoder
-from millstream.handlers.encoding import encode_output, pack_output, unpack_output
+from millstream.handlers.encoding import (
+    MAX_LAYOUT_CHARS,
+    MAX_LAYOUTS,
+    WORTH_A_PACKER,
+    Packers,
+    encode_output,
+    pack_output,
+    unpack_output,
+)
 from tests.support.models import Address, Colour, Customer, Level, Point, Price, pairs
 
 pytestmark = [pytest.mark.worker, pytest.mark.spark]
@@ -150,6 +158,47 @@ def fields_of(encode: Callable[[object], list[bytes]], output: object) -> list[b
 @given(st.dictionaries((names | st.binary()).filter(bool), st.text() | st.binary(max_size=2**17) | st.integers()))
 def test_an_output_is_packed_as_it_is_encoded_or_refused_as_well(output: dict[str | bytes, object]) -> None:
     assert fields_of(lambda one: unpack_output(pack_output(one)), output) == fields_of(encode_output, output)
+
+
+values = st.one_of(*(kind for _, kind in EVERYTHING.values()), st.floats(), st.text(), st.none())
+
+
+@given(st.dictionaries(names | st.binary(), values, max_size=5))
+def test_an_output_is_packed_alike_however_often_its_layout_was_seen(output: dict[str | bytes, object]) -> None:
+    wanted = fields_of(encode_output, output)
+    for _ in range(WORTH_A_PACKER + 1):
+        assert fields_of(lambda one: unpack_output(pack_output(one)), output) == wanted
+
+
+@pytest.mark.parametrize(
+    ("usual", "bad"),
+    [(0.5, math.nan), (0.5, math.inf), ("x", "\ud800"), (1, 10**5000), ([1], CIRCLE)],
+    ids=["nan", "inf", "surrogate", "many digits", "circle"],
+)
+def test_a_value_that_cannot_be_written_is_refused_after_many_that_can(usual: object, bad: object) -> None:
+    for _ in range(WORTH_A_PACKER + 1):
+        assert unpack_output(pack_output({"one": usual, "two": None})) == encode_output({"one": usual})
+    with pytest.raises(OutputError, match="field 'one' cannot be written"):
+        pack_output({"one": bad, "two": None})
+
+
+def test_an_empty_name_is_refused_however_often_it_comes() -> None:
+    for _ in range(WORTH_A_PACKER + 1):
+        with pytest.raises(OutputError, match="field '' cannot be written"):
+            pack_output({"": 1})
+
+
+def test_ever_changing_names_do_not_fill_the_memory() -> None:
+    packers = Packers()
+    for number in range(2 * MAX_LAYOUTS):
+        for _ in range(WORTH_A_PACKER):
+            packers.find((f"name{number}", int))
+    assert packers.size <= MAX_LAYOUTS
+    for number in range(2 * MAX_LAYOUTS):
+        packers.find((f"other{number}", int))
+    assert (size := packers.size) <= 2 * MAX_LAYOUTS
+    packers.find(("x" * MAX_LAYOUT_CHARS, "y", int, int))
+    assert packers.size == size
 
 
 @pytest.mark.parametrize("size", [0, 31, 32, 255, 256, 2**16 - 1, 2**16, 2**17])
