@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from millstream.delivery.commit_store import ENTRY_PREFIX, KEY_PREFIX, CommitStore
 from millstream.delivery.effects import Effects
 from millstream.errors import AccessDenied, CommandFailed, OutOfMemory, StaleOwner, WrongType
-from millstream.handlers.encoding import pack_output
+from millstream.handlers.encoding import MAX_ITEMS, encode_output, pack_output
 from millstream.model import EntryId
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
@@ -63,6 +63,15 @@ def test_a_commit_writes_key_offset_state_outputs_and_dead_letters_in_one_step(c
     assert [fields for _, fields in client.execute("XRANGE", KEYS.dead_letters, "-", "+")] == [[b"id", b"6-0"]]
     found = store.load({STREAM: ([KEY_PREFIX + b"k"], [b"k"])})
     assert found == {STREAM: {KEY_PREFIX + b"k": b"6-0", b"sk": b"\x81"}}
+
+
+@pytest.mark.parametrize("into_maxlen", [None, 1_000])
+def test_outputs_with_any_number_of_fields_are_written_whole(client: Client, into_maxlen: int | None) -> None:
+    wanted = [{f"name{at}": "x" * at for at in range(fields)} for fields in (1, 7, 8, 300, MAX_ITEMS // 2)]
+    whole = unit("5-0")
+    whole.add_outputs([pack_output(one) for one in wanted])
+    assert make_store(client, into_maxlen=into_maxlen).commit({STREAM: [whole]}) == []
+    assert outputs(client) == [encode_output(one) for one in wanted]
 
 
 def test_repeating_a_commit_whose_reply_was_lost_is_refused_and_writes_nothing(client: Client) -> None:
