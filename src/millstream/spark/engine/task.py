@@ -185,7 +185,6 @@ class PartitionTask:
         Nothing waits in between, so the event loop takes no step for each message.
         """
         entries, buffer, stream, key, token = run.entries, self._buffer, run.stream, run.key, self._token
-        is_plain = not (run.may_be_redriven or run.from_queue)
         stopped_by: tuple[Message, Outcome] | None = None
         processed = 0
         with self._attempts.consecutive() as guard:
@@ -197,7 +196,7 @@ class PartitionTask:
                     stopped_by = message, outcome
                     break
                 processed += 1
-                if is_plain and not outcome.timers:
+                if not (run.from_queue or outcome.timers):
                     buffer.count_bytes(run.add_done(message.id, outcome))
                 else:
                     self._add_outcome(run, message, outcome)
