@@ -11,8 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from millstream import App, Message, Reject, Retry, State
+from millstream import After, App, Message, Reject, Retry, State
 from millstream.delivery.commit_store import CommitStore
+from millstream.delivery.delayed_messages import DelayedMessages
 from millstream.delivery.effects import MAX_COMMIT_OUTPUTS, Effects
 from millstream.errors import StaleOwner, Unfinished
 from millstream.model import EntryId
@@ -477,3 +478,14 @@ def test_the_task_waits_for_memory_and_continues_without_counting_an_attempt(ben
         bench.process(bench.handler(), bench.rows((1, b"a", {"n": 1})))
     assert bench.seen == [(b"a", 1, 1)]
     assert bench.outputs() == [1]
+
+
+def test_a_task_sets_the_timers_of_a_message_beside_its_output_and_state(bench: TaskFixture) -> None:
+    def handle(message: Message, state: State) -> list[Any]:
+        state["n"] = number = int(message.fields["n"])
+        return [{"n": number}, After("1h", {"n": number}, name=f"remind-{number}")]
+
+    handler = only(App("app"), handle, name="handle", key="k", into="out")
+    done = bench.process(handler, bench.rows(*((n, b"a", {"n": n, "k": "a"}) for n in (1, 2))))
+    assert (done["committed"], bench.outputs()) == (2, [1, 2])
+    assert len(DelayedMessages(bench.client).find("in", limit=10)) == 2

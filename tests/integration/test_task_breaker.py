@@ -67,6 +67,17 @@ def test_a_task_stops_early_and_the_corrected_handler_runs_the_rest(
     assert {*seen, *(int(letter.pairs[1]) for letter in tasks.dead())} == set(range(1, 501))
 
 
+def test_messages_that_are_processed_before_those_that_fail_keep_the_breaker_closed(client: Client) -> None:
+    def fails_from_two(message: Message) -> None:
+        if int(message.fields["n"]) > 1:
+            raise KeyError("custommer")
+
+    tasks = TaskFixture(client)
+    handler = only(App("app"), fails_from_two, name="handle", key="k", retry=Retry(attempts=1))
+    found = tasks.process(handler, tasks.rows(*((n, b"a", {"n": n, "k": "a"}) for n in range(1, 22))))
+    assert (found["trip"], len(tasks.dead())) == ("", 20)
+
+
 @pytest.mark.parametrize(("own", "dead"), [({"millstream.timer": "t"}, 20), ({}, 100)], ids=["timers", "redriven"])
 def test_messages_of_timers_open_the_breaker_and_redriven_ones_do_not(
     client: Client, own: dict[str, str], dead: int
