@@ -188,6 +188,13 @@ def test_an_empty_name_is_refused_however_often_it_comes() -> None:
             pack_output({"": 1})
 
 
+def test_an_output_of_too_many_fields_is_refused_however_often_it_comes() -> None:
+    output = {chr(0x4E00 + number): 1 for number in range(3_501)}
+    for _ in range(WORTH_A_PACKER + 1):
+        with pytest.raises(OutputError, match="3501 fields"):
+            pack_output(output)
+
+
 def test_ever_changing_names_do_not_fill_the_memory() -> None:
     packers = Packers()
     for number in range(2 * MAX_LAYOUTS):

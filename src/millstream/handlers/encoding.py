@@ -256,7 +256,7 @@ class Packers:
 
     def _note(self, layout: tuple[Any, ...]) -> Packer | None:
         names = layout[: len(layout) // 2]
-        if len("".join(names)) > MAX_LAYOUT_CHARS:  # a TypeError if one is not text
+        if len("".join(names)) > MAX_LAYOUT_CHARS or len(layout) > MAX_ITEMS:  # a TypeError if one is not text
             return None
         if len(self._seen) >= MAX_LAYOUTS:
             self._seen.clear()
