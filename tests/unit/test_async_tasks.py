@@ -115,6 +115,32 @@ def test_a_cancellation_that_comes_after_the_end_of_its_message_cancels_no_other
         assert all(isinstance(one, Done) for one in outcomes(in_flight, 2))
 
 
+def test_the_run_of_one_message_of_several_that_wait_can_be_cancelled(
+    stream: ReliableStream, in_flight: InFlight
+) -> None:
+    started, cancelled = [], []
+    released: list[asyncio.Event] = []
+
+    async def handle(message: Message) -> None:
+        released.append(asyncio.Event())
+        started.append(message.id)
+        try:
+            await released[-1].wait()
+        except asyncio.CancelledError:
+            cancelled.append(message.id)
+            for one in released:
+                one.set()
+
+    entries = [delivery(stream, number) for number in range(1, 4)]
+    runner = runner_of(handle, AsyncRunner, in_flight, concurrency=3)
+    in_flight.add(entries, 0)
+    with running(runner, in_flight):
+        eventually(lambda: len(started) == 3)
+        runner.cancel_run(entries[1])
+        assert outcomes(in_flight, 3) == [NO_EFFECTS] * 3
+    assert cancelled == ["2-0"]
+
+
 def test_a_timer_of_all_attempts_cancels_each_that_is_due_and_no_other() -> None:
     cancelled: list[str] = []
 
@@ -122,13 +148,13 @@ def test_a_timer_of_all_attempts_cancels_each_that_is_due_and_no_other() -> None
         task = asyncio.current_task()
         assert task is not None
         deadlines = deadlines_of(asyncio.get_running_loop(), 0.05)
-        limited = deadlines.begin(task)
+        deadlines.begin(task)
         try:
             await asyncio.sleep(0 if ends else FAIL_SAFE_S)
-            deadlines.end(limited)
+            assert not deadlines.end(task)
             await asyncio.sleep(0.1)  # as the next message of its task does
         except asyncio.CancelledError:
-            assert limited.expired
+            assert deadlines.end(task)
             cancelled.append(name)
 
     async def main() -> None:

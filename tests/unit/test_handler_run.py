@@ -1,7 +1,8 @@
 """`millstream.testing.run`: one handler, one message, no Redis."""
 
 import asyncio
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,6 +168,47 @@ def test_an_async_handler_runs_also_where_a_loop_is_running() -> None:
         return run(app, sizes, Order("ann", 1))
 
     assert asyncio.run(in_loop()).outputs == run(app, sizes, Order("ann", 1)).outputs == [{"size": "1"}]
+
+
+def by_name(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A decorator whose function takes its arguments by name alone."""
+    if asyncio.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def wrapper(**arguments: Any) -> Any:
+            return await function(**arguments)
+    else:
+
+        @functools.wraps(function)
+        def wrapper(**arguments: Any) -> Any:
+            return function(**arguments)
+
+    return wrapper
+
+
+def by_name_alone(*, message: Message) -> dict[str, str]:
+    return {"id": message.id}
+
+
+async def by_name_alone_async(*, message: Message) -> dict[str, str]:
+    return {"id": message.id}
+
+
+@by_name
+def decorated(message: Message) -> dict[str, str]:
+    return {"id": message.id}
+
+
+@by_name
+async def decorated_async(message: Message) -> dict[str, str]:
+    return {"id": message.id}
+
+
+@pytest.mark.parametrize("function", [by_name_alone, by_name_alone_async, decorated, decorated_async])
+def test_a_handler_of_the_message_may_take_it_by_name_alone(function: Callable[..., Any]) -> None:
+    own = App("named")
+    own.handler("in", into="out")(function)
+    assert run(own, function, {"n": "1"}).outputs == [{"id": "1-1"}]
 
 
 def test_an_output_of_any_bytes_is_read_back_unchanged() -> None:

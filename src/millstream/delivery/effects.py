@@ -1,7 +1,7 @@
 """Effects: one commit unit: the state, outputs, dead letters and progress of a run of messages."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, cast
 
 import msgspec
 
@@ -52,7 +52,6 @@ _CHUNK_BYTES = 8 << 20
 _OUTPUT_KEY = 8
 _TIMERS = "T"
 _COPIES = "R"
-_SEQUENCE_DIGITS = 20
 
 
 class Effects(msgspec.Struct):
@@ -254,6 +253,8 @@ def are_ids(units: Sequence[Unit]) -> bool:
 
 def last_ids_of(units: Sequence[Unit]) -> list[bytes]:
     """Return the last id that each unit covers."""
+    if are_ids(units):
+        return cast("list[bytes]", list(units))
     return [one if isinstance(one, bytes) else one.last_id.encode() for one in units]
 
 
@@ -262,11 +263,12 @@ def _sort_keys(ids: list[bytes]) -> list[bytes] | list[tuple[int, ...]]:
     lengths = set(map(len, ids))
     if len(lengths) <= 1 and _have_one_dash(ids):
         return ids
-    dashes = {one.find(b"-") for one in ids}
-    if len(dashes) > 1:
+    if len({one.find(b"-") for one in ids}) > 1:
         return [tuple(map(int, one.split(b"-"))) for one in ids]
-    at = dashes.pop() + 1
-    return [one[:at] + one[at:].rjust(_SEQUENCE_DIGITS, b"0") for one in ids]
+    # Sequence numbers of one length: zeros after the dash.
+    longest = max(lengths)
+    dashes = {length: b"-".ljust(longest - length + 1, b"0") for length in lengths}
+    return [one.replace(b"-", dashes[len(one)]) for one in ids]
 
 
 def _have_one_dash(ids: Sequence[bytes]) -> bool:

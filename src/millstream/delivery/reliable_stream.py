@@ -53,7 +53,8 @@ _MAX_TRIMMED = 10_000
 _WATCHED = 100
 
 
-@dataclass(eq=False)
+# Slots: without them each of thousands would get a dict of its own, as most attributes are set late.
+@dataclass(eq=False, slots=True)
 class Delivery:
     """One entry in flight on a worker.
 
@@ -78,7 +79,6 @@ class Delivery:
     attempt: int = 1
     deliveries: int = 1
     lease: "LeasedKey | None" = None
-    # These stay class attributes until they change: most deliveries of a fast handler never set most of them.
     state_since_ms: float = field(init=False, default=0.0)
     running: bool = field(init=False, default=False)
     finished: bool = field(init=False, default=False)

@@ -17,7 +17,7 @@ import msgspec
 
 from millstream.errors import DecodeError, MissingKey, OutputError, Reject, text_of
 from millstream.handlers.dead_letter import DeadLetter, Reason
-from millstream.handlers.deadlines import deadlines_of
+from millstream.handlers.deadlines import Deadlines, deadlines_of
 from millstream.handlers.encoding import pack_output
 from millstream.handlers.handler import Handler
 from millstream.handlers.key_timers import After, Cancel, Origin, TimerChange, TimerChanges, encode_timer, origin_of
@@ -111,8 +111,12 @@ class TimeLimiter(Protocol):
         """Return what the function returns. TimeLimit may also be raised just after it returned."""
 
 
+Arguments = dict[str, Any] | None
+"""The arguments of a handler by name; None: the message alone, by position."""
+
 _NO_STATE = State()
 _NO_RESULTS: RunResult = (), (), None
+_AS_PUBLISHED: tuple[State, None] = _NO_STATE, None
 
 
 def is_limited(outcome: Outcome) -> bool:
@@ -120,28 +124,29 @@ def is_limited(outcome: Outcome) -> bool:
     return isinstance(outcome, RetryLater) and outcome.limited is not None
 
 
-async def attempt(handler: Handler, message: Message, blob: bytes) -> Outcome:
+async def attempt(handler: Handler, message: Message, blob: bytes, deadlines: Deadlines | None = None) -> Outcome:
     """Run an async `handler` once on `message` with the state in `blob` and return the outcome. Never raises.
 
     A cancellation of the current task during the attempt ends with the attempt; context variables that the handler sets
     remain set. Call it in a task of its own, or in one with other messages of its key. If the caller cancels the task,
-    it must ignore the outcome.
+    it must ignore the outcome. `deadlines`: those of the running loop and this handler, if the caller has them.
     """
-    prepared = _prepare(handler, message, blob)
+    prepared = _AS_PUBLISHED if handler.takes_published else _prepare(handler, message, blob)
     if not isinstance(prepared, tuple):
         return prepared
     state, arguments = prepared
-    return _outcome_of(handler, message, state, await _run(handler, message, arguments))
+    ended = await _run(handler, message, arguments, deadlines)
+    return NO_EFFECTS if ended is _NO_RESULTS and state is _NO_STATE else _outcome_of(handler, message, state, ended)
 
 
 def attempt_plain(handler: Handler, message: Message, blob: bytes, guard: TimeLimiter | None = None) -> Outcome:
     """Run a plain `handler` once, under `guard` if given, and return the outcome. Never raises."""
-    prepared = _prepare(handler, message, blob)
+    prepared = _AS_PUBLISHED if handler.takes_published else _prepare(handler, message, blob)
     if not isinstance(prepared, tuple):
         return prepared
     state, arguments = prepared
     ended = _call(handler, message, arguments) if guard is None else _run_plain(handler, message, arguments, guard)
-    return _outcome_of(handler, message, state, ended)
+    return NO_EFFECTS if ended is _NO_RESULTS and state is _NO_STATE else _outcome_of(handler, message, state, ended)
 
 
 def timed_out(handler: Handler, message: Message, *, where: TracebackType | None = None, alone: bool = True) -> Outcome:
@@ -235,8 +240,6 @@ def _retry_singly(handler: Handler, error: BaseException) -> RetryLater:
 def _prepare(
     handler: Handler, message: Message, blob: bytes
 ) -> tuple[State, dict[str, Any]] | DeadLettered | RetryLater:
-    if (name := handler.takes_published) is not None:
-        return _NO_STATE, {name: message}
     try:
         state = current_state(blob, handler.state_upcasts) if handler.wants_state else _NO_STATE
         return state, handler.bind(message, state)
@@ -255,8 +258,6 @@ def _newer_code_wait_ms(retry: Retry) -> float:
 
 
 def _outcome_of(handler: Handler, message: Message, state: State, ended: RunResult) -> Outcome:
-    if ended is _NO_RESULTS and state is _NO_STATE:
-        return NO_EFFECTS
     outputs, timers, raised = ended
     if raised is not None:
         return _error_outcome(handler, message, raised)
@@ -278,24 +279,28 @@ def _error_outcome(handler: Handler, message: Message, raised: BaseException) ->
     return _failure_outcome(handler, message, raised)
 
 
-async def _run(handler: Handler, message: Message, arguments: dict[str, Any]) -> RunResult:
+async def _run(
+    handler: Handler, message: Message, arguments: Arguments, deadlines: Deadlines | None = None
+) -> RunResult:
     """Await the handler's coroutine in the current task, for at most its time limit. `message`: the first that it takes."""
-    loop = asyncio.get_running_loop()
-    task = asyncio.current_task(loop)
+    if deadlines is None:
+        deadlines = deadlines_of(asyncio.get_running_loop(), handler.time_limit_ms / 1000)
+    task = asyncio.current_task(deadlines.loop)
     assert task is not None
     origin = origin_of(handler, message)
     earlier = task.cancelling()
-    deadlines = deadlines_of(loop, handler.time_limit_ms / 1000)
-    limited = deadlines.begin(task)
+    deadlines.begin(task)
     try:
-        ended: RunResult = encode_results(handler, origin, await handler.function(**arguments))
+        result = await (handler.function(message) if arguments is None else handler.function(**arguments))
+        ended: RunResult = _NO_RESULTS if result is None else encode_results(handler, origin, result)
     # A handler may raise anything, SystemExit too: one message must not end the worker. It becomes an outcome.
     except BaseException as error:
-        if isinstance(error, GeneratorExit) and asyncio.current_task(loop) is not task:
+        if isinstance(error, GeneratorExit) and asyncio.current_task(deadlines.loop) is not task:
             raise  # the handler did not raise it: the loop is closed
         # Of an attempt that took too long, the traceback shows what it waited for.
-        ended = (), (), TimeLimit().with_traceback(error.__traceback__) if limited.expired else error
-    deadlines.end(limited)
+        ended = (), (), TimeLimit().with_traceback(error.__traceback__) if deadlines.end(task) else error
+    else:
+        deadlines.end(task)
     if task.cancelling():
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.sleep(0)  # delivers a pending cancellation here, not to the engine
@@ -304,7 +309,7 @@ async def _run(handler: Handler, message: Message, arguments: dict[str, Any]) ->
     return ended
 
 
-def _run_plain(handler: Handler, message: Message, arguments: dict[str, Any], guard: TimeLimiter | None) -> RunResult:
+def _run_plain(handler: Handler, message: Message, arguments: Arguments, guard: TimeLimiter | None) -> RunResult:
     if guard is None:
         return _call(handler, message, arguments)
     try:
@@ -313,11 +318,12 @@ def _run_plain(handler: Handler, message: Message, arguments: dict[str, Any], gu
         return (), (), error
 
 
-def _call(handler: Handler, message: Message, arguments: dict[str, Any]) -> RunResult:
+def _call(handler: Handler, message: Message, arguments: Arguments) -> RunResult:
     origin = origin_of(handler, message)
     # Errors are returned, not raised: a StopIteration, for one, cannot pass through a coroutine.
     try:
-        return encode_results(handler, origin, handler.function(**arguments))
+        result = handler.function(message) if arguments is None else handler.function(**arguments)
+        return _NO_RESULTS if result is None else encode_results(handler, origin, result)
     except BaseException as error:  # noqa: BLE001 - a handler may raise anything, SystemExit too; it becomes an outcome
         return (), (), error
 

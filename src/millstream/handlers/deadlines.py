@@ -5,19 +5,8 @@ import threading
 from typing import Any
 
 
-class LimitedRun:
-    """An attempt under a time limit. `expired`: its task was cancelled, as it took too long."""
-
-    __slots__ = ("due_s", "expired", "task")
-
-    def __init__(self, task: asyncio.Task[Any], due_s: float) -> None:
-        self.task = task
-        self.due_s = due_s
-        self.expired = False
-
-
 class Deadlines:
-    """Cancels the tasks of a loop whose attempts take longer than `limit_s` seconds.
+    """Cancels the tasks of a loop whose attempts take longer than `limit_s` seconds; a task makes one at a time.
 
     All have the same limit, so the first that began is the first that is due. A timer of the loop for each attempt
     would cost more than most attempts do.
@@ -26,32 +15,43 @@ class Deadlines:
     def __init__(self, loop: asyncio.AbstractEventLoop, limit_s: float) -> None:
         self.loop = loop
         self.limit_s = limit_s
-        self._runs: dict[LimitedRun, None] = {}
+        self._due_s: dict[asyncio.Task[Any], float] = {}
+        # Most attempts end before another one begins, as they wait for nothing. This one is not in the mapping yet.
+        self._newest: asyncio.Task[Any] | None = None
+        self._newest_due_s = 0.0
         self._has_timer = False
 
-    def begin(self, task: asyncio.Task[Any]) -> LimitedRun:
+    def begin(self, task: asyncio.Task[Any]) -> None:
         """Limit an attempt that the current task makes."""
-        run = LimitedRun(task, self.loop.time() + self.limit_s)
-        self._runs[run] = None
+        if self._newest is not None:
+            self._due_s[self._newest] = self._newest_due_s
+        self._newest, self._newest_due_s = task, self.loop.time() + self.limit_s
         if not self._has_timer:
             self._has_timer = True
-            self.loop.call_at(run.due_s, self._expire)
-        return run
+            self.loop.call_at(self._newest_due_s, self._expire)
 
-    def end(self, run: LimitedRun) -> None:
-        """End the limit of an attempt that has ended. The timer stays, for those that begin meanwhile."""
-        self._runs.pop(run, None)
+    def end(self, task: asyncio.Task[Any]) -> bool:
+        """End the limit of an attempt that has ended; True if its task was cancelled, as it took too long.
+
+        The timer stays, for those that begin meanwhile.
+        """
+        if self._newest is task:
+            self._newest = None
+            return False
+        return self._due_s.pop(task, None) is None
 
     def _expire(self) -> None:
+        if self._newest is not None:
+            self._due_s[self._newest] = self._newest_due_s
+            self._newest = None
         now_s = self.loop.time()
-        while self._runs:
-            run = next(iter(self._runs))
-            if run.due_s > now_s:
-                self.loop.call_at(run.due_s, self._expire)
+        while self._due_s:
+            task = next(iter(self._due_s))
+            if (due_s := self._due_s[task]) > now_s:
+                self.loop.call_at(due_s, self._expire)
                 return
-            del self._runs[run]
-            run.expired = True
-            run.task.cancel()
+            del self._due_s[task]
+            task.cancel()
         self._has_timer = False
 
 

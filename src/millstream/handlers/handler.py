@@ -4,6 +4,7 @@ import fnmatch
 import functools
 import inspect
 import math
+import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -140,9 +141,15 @@ class Handler:
         return [(name, source == "message") for name, source in self.arguments if source != "model"]
 
     @functools.cached_property
-    def takes_published(self) -> str | None:
-        """The name of its only argument, if that is the message as it was published; `bind` has nothing to do then."""
-        return None if self.message_upcasts else self._message_only
+    def takes_published(self) -> bool:
+        """True if its only argument is the message as it was published, and may be passed by position.
+
+        Then `bind` has nothing to do. A decorated function may take its arguments by name alone.
+        """
+        if self.message_upcasts or self._message_only is None or not isinstance(self.function, types.FunctionType):
+            return False
+        code = self.function.__code__
+        return code.co_varnames[: code.co_argcount] == (self._message_only,)
 
     @property
     def key_field(self) -> str | None:

@@ -28,6 +28,7 @@ from millstream.handlers.attempt import (
     dead_letter_of,
 )
 from millstream.handlers.dead_letter import DeadLetter
+from millstream.handlers.deadlines import Deadlines
 from millstream.handlers.handler import Handler
 from millstream.model import EntryId, Message
 from millstream.observability.failure_log import FailureLog
@@ -45,6 +46,8 @@ class HandlerSteps:
     def __init__(self, handler: Handler) -> None:
         self.handler = handler
         self.failures = FailureLog(handler)
+        self.deadlines: Deadlines | None = None
+        """Of the event loop that runs the async attempts, set by its runner: asking asyncio for the loop is a system call."""
         self._has_key = handler.key is not None
         self._label = handler.label.encode()
         self._tracing = tracing()
@@ -109,13 +112,13 @@ class HandlerSteps:
         """Run an async handler once. A coroutine, without one more around the attempt where there is nothing to add."""
         if self._has_key or self._tracing is not NO_TRACING:
             return self._run_traced(message, state)
-        return attempt(self.handler, message, state)
+        return attempt(self.handler, message, state, self.deadlines)
 
     async def _run_traced(self, message: Message, state: bytes) -> Outcome:
         if self._has_key and (refusal := check_key(self.handler, message)) is not None:
             return refusal
         with self._tracing.process_span(self.handler.label, message) as span:
-            return _traced(span, await attempt(self.handler, message, state))
+            return _traced(span, await attempt(self.handler, message, state, self.deadlines))
 
     def run_batch(self, messages: Sequence[Message]) -> BatchOutcome:
         """Run a plain handler once on a batch."""

@@ -6,6 +6,7 @@ itself, as for a handler that takes one message. The later ones wait for it.
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 from millstream.delivery.keyed_stream import lease_of
 from millstream.delivery.reliable_stream import Delivery
@@ -101,17 +102,14 @@ class ThreadKeyListRunner(_KeyLists, ThreadRunner):
 class AsyncKeyListRunner(_KeyLists, AsyncRunner):
     """An event loop as of AsyncRunner, in which each task runs the entries of a key in lists."""
 
-    async def _run_one(self, delivery: Delivery, iteration: int) -> None:
+    async def _run_one(self, delivery: Delivery, task: asyncio.Task[Any], iteration: int) -> None:
         following: Delivery | None = delivery
         alone = 0
         while following is not None and not self._is_cancelled:
-            task = asyncio.current_task()
-            assert task is not None
-            self._tasks[id(following)] = task
+            self._tasks[task] = following
             while (started := self._start_list(following, self._most(alone))) is None:  # noqa: ASYNC110 - rare
                 await asyncio.sleep(GATE_POLL_S)
             ended = await self._run_list(started) if started else None
-            del self._tasks[id(following)]
             if ended is None or self._is_cancelled:
                 break
             following, alone = self._settle(started, ended, alone)

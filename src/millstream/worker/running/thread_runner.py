@@ -166,9 +166,9 @@ class ThreadRunner(_Start):
     def _run_waiting(self, delivery: Delivery | None) -> bool:
         """Run a message without a key, and then those that wait in the buffer, until none does. False at the end.
 
-        The end of a run is the start of the next one: that saves a look at the clock.
+        As `_run_next`, with fewer calls for each message: the end of a run is the start of the next one.
         """
-        in_flight, now_ms = self._in_flight, self._clock.monotonic_ms()
+        in_flight, steps, now_ms = self._in_flight, self._steps, self._clock.monotonic_ms()
         while delivery is not None:
             if (starts := in_flight.start(delivery, now_ms)) is None:
                 in_flight.gate.wait()
@@ -176,11 +176,14 @@ class ThreadRunner(_Start):
                 continue
             if starts:
                 self._loop_metrics.on_run_started()
-                outcome = self._run_message(delivery)
-                now_ms += delivery.attempt_ms
+                message = steps.decode(delivery)
+                outcome = NO_EFFECTS if message is None else steps.run(message)
+                now_ms = self._clock.monotonic_ms()
+                delivery.attempt_ms = now_ms - delivery.state_since_ms
+                delivery.finished = True
                 self._took_ms += delivery.attempt_ms
                 self._finished += 1
-                in_flight.complete(delivery, outcome)
+                in_flight.completions.put(((delivery,), outcome), urgent=in_flight.buffer.empty())
             try:
                 delivery = in_flight.buffer.get_nowait()
             except Empty:

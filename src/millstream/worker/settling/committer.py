@@ -2,18 +2,19 @@
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
 from operator import itemgetter
 from typing import TypeVar
 
 from millstream.clock import Every
-from millstream.delivery.effects import Unit, chunk_by_size, last_ids_of
+from millstream.delivery.effects import Unit, are_ids, chunk_by_size, last_ids_of
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.errors import OutOfMemory
 from millstream.handlers.attempt import NO_EFFECTS, DeadLettered, Done, RetryLater
 from millstream.handlers.dead_letter import reason_of
 from millstream.redis_client.key_names import REDRIVE_FIELD
+from millstream.redis_client.resp import Arg
 from millstream.worker.completion_queue import FinishedRun
 from millstream.worker.context import WorkerContext
 from millstream.worker.handler_steps import HandlerSteps
@@ -68,13 +69,14 @@ class Committer:
 
     def settle(self, finished: Sequence[FinishedRun]) -> None:
         """Commit, retry or dead-letter each of these runs."""
-        commits: list[PendingCommit] = []
+        commits: dict[ReliableStream, list[PendingCommit]] = defaultdict(list)
         failed: dict[ReliableStream, list[Delivery]] = defaultdict(list)
         held_back: list[Delivery] = []
         processed = 0
         now_ms = self._clock.monotonic_ms()
         self._observe_run_times(finished)
-        lost = self._in_flight.not_in_flight([one for deliveries, _ in finished for one in deliveries])
+        settled = _deliveries(finished)
+        lost = self._in_flight.not_in_flight(settled)
         for deliveries, outcome in finished:
             delivery = deliveries[0]
             if lost and not lost.isdisjoint(deliveries):
@@ -83,12 +85,12 @@ class Committer:
                 self._in_flight.buffer_again(rest, now_ms)
             elif isinstance(outcome, Done):
                 processed += len(deliveries)
-                commits.append((deliveries, self._unit_of(deliveries, outcome)))
+                commits[delivery.stream].append((deliveries, self._unit_of(deliveries, outcome)))
             elif isinstance(outcome, DeadLettered):
                 self._breaker.on_processed(processed)
                 processed = 0
                 if self._breaker.admits(delivery, outcome):
-                    commits.append((deliveries, self._steps.dead_letter(delivery, outcome)))
+                    commits[delivery.stream].append((deliveries, self._steps.dead_letter(delivery, outcome)))
                 else:
                     held_back += deliveries
             else:
@@ -106,11 +108,10 @@ class Committer:
         for stream, deliveries in failed.items():
             self._loop_metrics.count_retried(len(deliveries))
             self._record_failures(stream, deliveries)
-        if commits:
-            self._commit(commits)
+        self._commit(commits)
         if held_back:
             self._release(held_back)
-        self._loop_metrics.on_runs_settled(sum([len(deliveries) for deliveries, _ in finished]))
+        self._loop_metrics.on_runs_settled(len(settled))
 
     def _unit_of(self, deliveries: Sequence[Delivery], done: Done) -> Unit:
         delivery = deliveries[0]
@@ -148,11 +149,8 @@ class Committer:
         if due:
             self._in_flight.buffer_again(due, now_ms)
 
-    def _commit(self, commits: Sequence[PendingCommit]) -> None:
-        by_stream: dict[ReliableStream, list[PendingCommit]] = defaultdict(list)
-        for commit in commits:
-            by_stream[commit[0][0].stream].append(commit)
-        for stream, some in by_stream.items():
+    def _commit(self, commits: Mapping[ReliableStream, Sequence[PendingCommit]]) -> None:
+        for stream, some in commits.items():
             # Claims on entries of the later streams are renewed meanwhile: a commit may take long while a server is
             # down.
             for one in _deliveries(some):
@@ -172,7 +170,7 @@ class Committer:
         refused_ids = {id(one) for one in refused}
         written = [one for one in some if id(one[1]) not in refused_ids] if refused_ids else some
         self._has_stored |= bool(written) and not allow_oom
-        letters = [letter for _, one in written if not isinstance(one, bytes) for letter in one.dead_letters]
+        letters = [] if are_ids(effects) else _dead_letters(written)
         dead = list(map(reason_of, letters))
         self._steps.failures.dead_lettered(letters)
         deliveries = _deliveries(some)
@@ -258,7 +256,10 @@ class Committer:
         return bool(self._postponed)
 
     def _retry_postponed(self) -> None:
-        postponed, self._postponed = self._postponed, []
+        postponed: dict[ReliableStream, list[PendingCommit]] = defaultdict(list)
+        for one in self._postponed:
+            postponed[one[0][0].stream].append(one)
+        self._postponed = []
         self._commit(postponed)
 
     def _observe_run_times(self, finished: Sequence[FinishedRun]) -> None:
@@ -278,5 +279,9 @@ def _adds_entries(unit: Unit) -> bool:
     return not isinstance(unit, bytes) and bool(unit.outputs or unit.dead_letters)
 
 
-def _deliveries(commits: Sequence[PendingCommit]) -> list[Delivery]:
-    return [one for deliveries, _ in commits for one in deliveries]
+def _deliveries(runs: Iterable[tuple[Sequence[Delivery], object]]) -> list[Delivery]:
+    return [one for deliveries, _ in runs for one in deliveries]
+
+
+def _dead_letters(commits: Iterable[PendingCommit]) -> list[Sequence[Arg]]:
+    return [letter for _, one in commits if not isinstance(one, bytes) for letter in one.dead_letters]
