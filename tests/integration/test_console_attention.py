@@ -541,8 +541,8 @@ def test_each_trouble_of_redis_is_a_sentence_with_its_start_as_far_as_redis_know
 
 
 def test_the_page_names_every_check_of_the_list_with_its_start_or_as_one_without() -> None:
-    text = PAGE.read_text().partition("**Since when.**")[2].partition("**From a stuck key")[0]
-    table, _, never = text.partition("These never have one")
+    text = PAGE.read_text().partition("**Starts of items.**")[2].partition("**From a stuck key")[0]
+    table, _, never = text.partition("These items never have one")
     assert set(re.findall(r"`([\w-]+)`", never)) == WITHOUT_START
     assert set(re.findall(r"`([a-z][\w-]+)`", table)) - {"maxmemory"} == LISTED - WITHOUT_START
 

@@ -79,7 +79,7 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = {
     ),
     "delayed": ("millstream.cli.delayed:delayed", STREAMS, "List and cancel delayed messages."),
     "group": ("millstream.cli.group:group", STREAMS, "List and change consumer groups, and their pending entries."),
-    "lease": ("millstream.cli.lease:lease", STREAMS, "List, add, release and remove the leased streams of a service."),
+    "lease": ("millstream.cli.lease:lease", STREAMS, "List, add, release and remove leased streams."),
     "partition": ("millstream.cli.partition:partition", STREAMS, "Show, create and grow the partitions of a base."),
     "bench": ("millstream.cli.bench:bench", SET_UP, "Measure what this machine and this Redis do."),
     "class-archive": (

@@ -10,8 +10,6 @@ import threading
 from collections.abc import Iterable, Iterator
 
 import pyarrow as pa
-from py4j.protocol import Py4JError
-from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from millstream.spark.engine.micro_batch import shuffle
@@ -40,7 +38,7 @@ def _warm_up(spark: SparkSession) -> None:
     try:
         frame = shuffle(spark.range(cores).selectExpr(*_COLUMNS), cores)
         frame.mapInArrow(_unchanged, spark_schema(SCHEMA)).collect()
-    except (PySparkException, Py4JError, OSError) as error:
+    except Exception as error:  # noqa: BLE001 - at the end of the session PySpark fails in many ways, and no message is at stake
         logger.debug("the warm-up of Spark has failed: %s; the first batch starts its Python workers", error)
 
 
