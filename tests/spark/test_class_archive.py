@@ -54,6 +54,8 @@ def test_a_run_maps_the_class_archive_and_its_pythons_import_no_zip_file(
         assert pythons
         parts = {part for path in pythons for part in path.split(os.pathsep)}
         assert not [part for part in parts if part.endswith(".zip") and Path(part).is_file()]
+        assert driver.stop() == 0
+        assert "Traceback" not in driver.errors()
 
 
 def _import_path(process: psutil.Process) -> str:

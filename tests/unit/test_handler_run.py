@@ -146,6 +146,17 @@ def test_a_message_has_at_most_so_many_bytes_of_outputs() -> None:
     assert run(app, many, Order(row + "x", 2)).reason == "bad-output"
 
 
+@app.handler("orders", into="rows")
+def alone(order: Order) -> dict[str, Any]:
+    return {"row": order.customer}
+
+
+def test_one_output_has_at_most_so_many_bytes() -> None:
+    row = "x" * 32 * 2**20
+    assert len(run(app, alone, Order(row[:-20], 1)).outputs) == 1
+    assert run(app, alone, Order(row, 1)).reason == "bad-output"
+
+
 def test_the_outputs_of_a_batch_have_the_same_bounds_and_its_messages_are_run_alone_beyond_them() -> None:
     def message(amount: int) -> Message:
         return Message("orders", "5-1", [b"customer", b"ann", b"amount", str(amount).encode()])
@@ -161,6 +172,15 @@ def test_the_outputs_of_a_batch_have_the_same_bounds_and_its_messages_are_run_al
 def test_a_message_without_a_key_has_no_state() -> None:
     found = run(app, lenient, {"other": "1"}, state={"seen": 1, "more": 2}, stream="orders.eu")
     assert (found.outputs, found.state) == ([{"stream": "orders.eu", "had": "1"}], {})
+
+
+@app.handler("orders", key="customer")
+def counting(message: Message, state: State) -> None:
+    state["count"] = state.get("count", 0) + 1
+
+
+def test_the_state_of_a_handler_that_returns_nothing_is_changed() -> None:
+    assert run(app, counting, {"customer": "ann"}, state={"count": 1}).state == {"count": 2}
 
 
 def test_an_async_handler_runs_also_where_a_loop_is_running() -> None:

@@ -44,6 +44,15 @@ def test_without_a_cache_folder_spark_has_its_own_home(cache: Path) -> None:
     assert "SPARK_HOME" not in os.environ
 
 
+@pytest.mark.parametrize("character", [":", '"', "\\"])
+def test_a_cache_folder_that_java_cannot_use_leaves_spark_its_own_home(
+    character: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / f"a{character}b"))
+    assert use_quick_home() is None
+    assert "SPARK_HOME" not in os.environ
+
+
 def test_a_cache_folder_with_a_relative_path_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -66,3 +75,8 @@ def test_an_archive_that_is_cut_off_is_not_used(tmp_path: Path) -> None:
     assert class_archive(tmp_path) is None
     (tmp_path / archive_name(5)).write_bytes(b"whole")
     assert class_archive(tmp_path) == tmp_path / archive_name(5)
+
+
+def test_an_archive_that_is_deleted_meanwhile_is_not_used(tmp_path: Path) -> None:
+    (tmp_path / archive_name(4)).symlink_to(tmp_path / "deleted")
+    assert class_archive(tmp_path) is None

@@ -263,7 +263,7 @@ class Packers:
         self._seen[layout] = count = self._seen.get(layout, 0) + 1
         if count < WORTH_A_PACKER:
             return None
-        del self._seen[layout]
+        self._seen.pop(layout, None)  # another thread may have found it, too
         if len(self._known) >= MAX_LAYOUTS:
             self._known.clear()
         self._known[layout] = made = _make_packer(layout)

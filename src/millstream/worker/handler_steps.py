@@ -47,7 +47,10 @@ class HandlerSteps:
         self.handler = handler
         self.failures = FailureLog(handler)
         self.deadlines: Deadlines | None = None
-        """Of the event loop that runs the async attempts, set by its runner: asking asyncio for the loop is a system call."""
+        """Of the event loop that runs the async attempts, set by its runner: asking asyncio for the loop is a system call.
+
+        So each worker has steps of its own.
+        """
         self._has_key = handler.key is not None
         self._label = handler.label.encode()
         self._tracing = tracing()

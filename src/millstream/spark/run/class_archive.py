@@ -6,12 +6,14 @@ its own, and otherwise the plan of a handler's micro-batch.
 
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+from py4j.protocol import Py4JError
+from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition
 from pyspark.sql.types import StructType
@@ -19,8 +21,10 @@ from pyspark.sql.types import StructType
 from millstream.errors import ConfigError
 from millstream.spark.engine.micro_batch import shuffle
 from millstream.spark.key_blocks import SCHEMA, bucket_count, make_blocks, sortable
+from millstream.spark.run.failures import java_reason
 from millstream.spark.run.session import close_session, open_session
 from millstream.spark.run.spark_home import archive_name, use_quick_home
+from millstream.spark.run.warm_up import unchanged
 from millstream.spark.versions import end_java, has_java, spark_schema
 
 _SOURCE = "millstream-training"
@@ -52,30 +56,40 @@ def write_class_archive(on_step: Callable[[str], None]) -> ClassArchive:
         )
     if has_java():
         raise ConfigError("Spark's Java process runs already: write the class archive from a new process")
-    with tempfile.TemporaryDirectory(dir=home) as folder:
-        written = Path(folder) / "classes.jsa"
-        on_step("starting Spark")
-        options = f'"-XX:ArchiveClassesAtExit={written}" -Xlog:disable'
-        spark = open_session(
-            "class-archive", master=f"local[{_CORES}]", conf={"spark.driver.extraJavaOptions": options}
-        )
-        on_step("running a pipeline of one message")
-        try:
-            _train(spark, f"{folder}/checkpoint")
-        finally:
-            close_session(spark)
-            on_step("writing the archive")
-            exit_code = end_java(_WRITTEN_WITHIN_S)
-        if exit_code != 0 or not written.exists():
-            raise ConfigError(
-                "Java has written no class archive: it needs Java 17 or later of OpenJDK, 200 MB of space in "
-                f"{home}, and no folder {home / 'conf'}"
-            )
-        for old in home.glob("classes-*.jsa"):
-            old.unlink(missing_ok=True)
-        size_bytes = written.stat().st_size
-        archive = written.rename(home / archive_name(size_bytes))
+    try:
+        with tempfile.TemporaryDirectory(dir=home) as folder:
+            archive = _write(Path(folder), home, on_step)
+    except OSError as error:
+        raise ConfigError(f"the class archive cannot be written: {error}; make {home} writable") from error
+    except (PySparkException, Py4JError) as error:
+        raise ConfigError(
+            f"Spark cannot run the pipeline that the class archive is of: {java_reason(error)}"
+        ) from error
+    size_bytes = archive.stat().st_size
     return ClassArchive(path=archive, size_bytes=size_bytes, seconds=time.monotonic() - began_s)
+
+
+def _write(folder: Path, home: Path, on_step: Callable[[str], None]) -> Path:
+    """Write the archive in `folder`, and move it to `home`; return where it is."""
+    written = folder / "classes.jsa"
+    on_step("starting Spark")
+    options = f'"-XX:ArchiveClassesAtExit={written}" -Xlog:disable'
+    spark = open_session("class-archive", master=f"local[{_CORES}]", conf={"spark.driver.extraJavaOptions": options})
+    on_step("running a pipeline of one message")
+    try:
+        _train(spark, f"{folder}/checkpoint")
+    finally:
+        close_session(spark)
+        on_step("writing the archive")
+        exit_code = end_java(_WRITTEN_WITHIN_S)
+    if exit_code != 0 or not written.exists():
+        raise ConfigError(
+            "Java has written no class archive: it needs Java 17 or later of OpenJDK, 200 MB of space in "
+            f"{home}, and no folder {home / 'conf'}"
+        )
+    for old in home.glob(archive_name("*")):
+        old.unlink(missing_ok=True)
+    return written.rename(home / archive_name(written.stat().st_size))
 
 
 def _train(spark: SparkSession, checkpoint: str) -> None:
@@ -84,7 +98,7 @@ def _train(spark: SparkSession, checkpoint: str) -> None:
     done: list[int] = []
 
     def process(frame: DataFrame, _: int) -> None:
-        done.append(len(shuffle(frame, _CORES).mapInArrow(_unchanged, frame.schema).collect()))
+        done.append(len(shuffle(frame, _CORES).mapInArrow(unchanged, frame.schema).collect()))
         frame.groupBy("stream").count().collect()
 
     frame = spark.readStream.format(_SOURCE).load()
@@ -95,10 +109,6 @@ def _train(spark: SparkSession, checkpoint: str) -> None:
         query.stop()
     if sum(done) != 1:
         raise ConfigError(f"the training run has processed {sum(done)} messages, and not 1")
-
-
-def _unchanged(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    yield from batches
 
 
 class _Source(DataSource):

@@ -13,7 +13,7 @@ import logging
 import os
 import shutil
 from contextlib import suppress
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from zlib import crc32
@@ -22,6 +22,9 @@ logger = logging.getLogger(__name__)
 
 _LINKED = ("bin", "jars", "conf")
 _ZIP = "python/lib/pyspark.zip"
+_UNUSABLE = {os.pathsep, '"', "\\"}
+_NO_HOME = (OSError, RuntimeError, PackageNotFoundError)
+"""What is raised where there can be no quick home: RuntimeError if the user has no home, the last one for a PySpark of a distribution."""
 
 
 def use_quick_home() -> Path | None:
@@ -31,17 +34,19 @@ def use_quick_home() -> Path | None:
     that is $XDG_CACHE_HOME or ~/.cache (XDG Base Directory Specification).
     """
     installed = _installed()
+    if not (installed / _ZIP).exists():
+        return None
     try:
         home = quick_home()
         if os.environ.get("SPARK_HOME", str(installed)) not in (str(installed), str(home)):
             return None
-        if not (installed / _ZIP).exists():
-            return None
+        if _UNUSABLE.intersection(str(home)):
+            raise OSError(f"{home} has a character that Spark's scripts or Java do not allow there")
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
         for part in _LINKED:
             with suppress(FileExistsError):
                 (home / part).symlink_to(installed / part)
-    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
+    except _NO_HOME as error:
         logger.info(
             "there is no folder for a quick start of Spark: %s; its Python processes start a second later each", error
         )
@@ -51,7 +56,7 @@ def use_quick_home() -> Path | None:
 
 
 def quick_home() -> Path:
-    """The quick home of this PySpark and this user, which may not exist yet. Raises RuntimeError if the user has no home."""
+    """The quick home of this PySpark and this user, which may not exist yet. Raises one of `_NO_HOME`."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
     folder = cache if cache.is_absolute() else Path.home() / ".cache"
     return folder / "millstream" / f"spark-{version('pyspark')}-{crc32(str(_installed()).encode()):08x}"
@@ -63,14 +68,15 @@ def class_archive(home: Path) -> Path | None:
     An archive that is not as long as its name says is none: Java would be killed when it reads beyond its end.
     """
     for archive in home.glob(archive_name("*")):
-        if archive.name == archive_name(archive.stat().st_size):
-            return archive
+        with suppress(FileNotFoundError):  # it may be deleted at any time
+            if archive.name == archive_name(archive.stat().st_size):
+                return archive
     return None
 
 
 def has_class_archive() -> bool:
     """Whether the next run on this machine has a class archive."""
-    with suppress(RuntimeError):  # the user has no home
+    with suppress(*_NO_HOME):
         return class_archive(quick_home()) is not None
     return False
 

@@ -34,13 +34,15 @@ def start_warm_up(spark: SparkSession) -> threading.Thread:
 
 
 def _warm_up(spark: SparkSession) -> None:
-    cores = spark.sparkContext.defaultParallelism
     try:
+        cores = spark.sparkContext.defaultParallelism
         frame = shuffle(spark.range(cores).selectExpr(*_COLUMNS), cores)
-        frame.mapInArrow(_unchanged, spark_schema(SCHEMA)).collect()
-    except Exception as error:  # noqa: BLE001 - at the end of the session PySpark fails in many ways, and no message is at stake
-        logger.debug("the warm-up of Spark has failed: %s; the first batch starts its Python workers", error)
+        frame.mapInArrow(unchanged, spark_schema(SCHEMA)).collect()
+    except Exception as error:  # noqa: BLE001 - while a session ends PySpark raises errors of any kind; no message needs this job
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        logger.debug("the warm-up of Spark has failed: %s; the first batch starts its Python workers", reason)
 
 
-def _unchanged(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def unchanged(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Return the batches of a task as they are."""
     yield from batches

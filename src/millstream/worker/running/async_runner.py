@@ -205,16 +205,16 @@ class AsyncRunner(_Start):
     async def _run_in_slot(self, delivery: Delivery, group: asyncio.TaskGroup) -> None:
         task = asyncio.current_task()
         assert task is not None
-        is_plain = delivery.lease is None and self._permits is None
+        is_keyless = delivery.lease is None and self._permits is None
         try:
-            await (self._run_plain if is_plain else self._run_one)(delivery, task, self._enter_iteration())
+            await (self._run_keyless if is_keyless else self._run_one)(delivery, task, self._enter_iteration())
         finally:
             self._tasks.pop(task, None)
         if not self._is_cancelled:
             self._free_slots += 1
             self._start_tasks(group)
 
-    async def _run_plain(self, delivery: Delivery, task: asyncio.Task[Any], iteration: int) -> None:
+    async def _run_keyless(self, delivery: Delivery, task: asyncio.Task[Any], iteration: int) -> None:
         """Run a message without a key and a limit; then others of this iteration, while the task is as new.
 
         As `_run_one`, with fewer calls for each message: the end of a run is the start of the next one.
