@@ -78,6 +78,18 @@ def test_the_loop_goes_on_between_messages_that_do_not_wait(
     assert called.index("callback") < called.index("3-0")
 
 
+def test_a_runner_keeps_no_task_whose_messages_have_run(stream: ReliableStream, in_flight: InFlight) -> None:
+    async def handle(message: Message) -> None:
+        await asyncio.sleep(0)
+
+    in_flight.add([delivery(stream, number) for number in range(1, 3)], 0)
+    runner = runner_of(handle, AsyncRunner, in_flight, **ALONE)
+    assert isinstance(runner, AsyncRunner)
+    with running(runner, in_flight):
+        assert outcomes(in_flight, 2) == [NO_EFFECTS] * 2
+        eventually(lambda: not runner._tasks)
+
+
 @pytest.mark.usefixtures("endless_iterations")
 def test_a_task_that_its_message_has_kept_runs_no_other(stream: ReliableStream, in_flight: InFlight) -> None:
     async def handle(message: Message) -> None:
