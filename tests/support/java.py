@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from millstream.spark.run.spark_home import archive_options, class_archive, quick_home, use_quick_home
 from tests.support import spark_pythons
@@ -53,13 +52,6 @@ def _use_home() -> Path:
         written.write_text(spark_pythons.SITE)
         written.rename(site)
     return home
-
-
-def end_java(gateway: Any) -> None:
-    """End the Java process behind a gateway, which otherwise lives as long as this one, and wait until it has."""
-    gateway.shutdown()
-    gateway.proc.stdin.close()
-    gateway.proc.wait()
 
 
 def _write_archive() -> None:

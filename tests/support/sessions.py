@@ -4,13 +4,12 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from pyspark import SparkContext
 from pyspark.sql import SparkSession
 
 from millstream.spark.run.session import close_session, open_session
-from tests.support.java import end_java
+from millstream.spark.versions import end_java, has_java
 from tests.support.spark_pythons import VARIABLE, quick_spark_pythons
-from tests.support.waiting import eventually
+from tests.support.waiting import FAIL_SAFE_S, eventually
 
 
 @contextmanager
@@ -25,12 +24,10 @@ def shared_session() -> Iterator[SparkSession]:
 
 def _end_session(spark: SparkSession) -> None:
     """Stop it, and end its Java, which otherwise lives as long as this process."""
-    gateway = SparkContext._gateway
-    if gateway is None:
+    if not has_java():
         return  # it has ended already
     close_session(spark)
-    SparkContext._gateway = SparkContext._jvm = None
-    end_java(gateway)
+    assert end_java(FAIL_SAFE_S) is not None
 
 
 def await_no_tasks(spark: SparkSession) -> None:

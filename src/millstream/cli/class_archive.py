@@ -11,7 +11,7 @@ def class_archive(as_json: Json = False) -> None:
     """Write the class archive from which millstream run starts Spark's Java process in about half of the time.
 
     It is for runs on one machine, by the same user, with the same Java and the same PySpark; after an update of one of
-    them, write it again. It has some 150 MB in $XDG_CACHE_HOME or ~/.cache. Needs no Redis, and takes half a minute.
+    them, write it again. It has some 170 MB in $XDG_CACHE_HOME or ~/.cache. Needs no Redis, and takes a minute.
     """
     from millstream.spark.run.class_archive import write_class_archive
 

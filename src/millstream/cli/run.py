@@ -400,7 +400,7 @@ def _session(
         if spark is not None and is_cluster(master):
             check_compression(spark)
             ship(spark, *code)
-        if spark is not None and not is_cluster(master):
+        elif spark is not None:
             start_warm_up(spark)
         yield spark
     finally:

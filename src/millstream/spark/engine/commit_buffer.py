@@ -42,7 +42,7 @@ class CommitBuffer:
         return (
             effects.message_count >= COMMIT_MESSAGES
             or self._bytes >= COMMIT_BYTES
-            or len(effects.outputs) + len(effects.timers) >= MAX_COMMIT_OUTPUTS
+            or effects.output_count >= MAX_COMMIT_OUTPUTS
         )
 
     def count_bytes(self, size: int) -> None:

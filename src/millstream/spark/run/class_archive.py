@@ -23,14 +23,13 @@ from millstream.spark.engine.micro_batch import shuffle
 from millstream.spark.key_blocks import SCHEMA, bucket_count, make_blocks, sortable
 from millstream.spark.run.failures import java_reason
 from millstream.spark.run.session import close_session, open_session
-from millstream.spark.run.spark_home import archive_name, use_quick_home
+from millstream.spark.run.spark_home import WRITE_ARCHIVE, archive_name, use_quick_home
 from millstream.spark.run.warm_up import unchanged
 from millstream.spark.versions import end_java, has_java, spark_schema
 
 _SOURCE = "millstream-training"
 _CORES = 2
 _WRITTEN_WITHIN_S = 300.0
-"""Java writes the archive in some 10 s on a quiet machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +72,7 @@ def _write(folder: Path, home: Path, on_step: Callable[[str], None]) -> Path:
     """Write the archive in `folder`, and move it to `home`; return where it is."""
     written = folder / "classes.jsa"
     on_step("starting Spark")
-    options = f'"-XX:ArchiveClassesAtExit={written}" -Xlog:disable'
+    options = f'"{WRITE_ARCHIVE}{written}" -Xlog:disable'
     spark = open_session("class-archive", master=f"local[{_CORES}]", conf={"spark.driver.extraJavaOptions": options})
     on_step("running a pipeline of one message")
     try:

@@ -23,7 +23,7 @@ from millstream.errors import ConfigError, PipelineFailed
 from millstream.handlers.handler import Handler
 from millstream.spark.run.connect_guard import refuse_connect
 from millstream.spark.run.failures import java_reason
-from millstream.spark.run.spark_home import archive_options, use_quick_home
+from millstream.spark.run.spark_home import WRITE_ARCHIVE, archive_options, use_quick_home
 from millstream.spark.versions import (
     LOCAL_CHECKPOINTS,
     SETTINGS,
@@ -57,7 +57,6 @@ _MAX_EXIT_CODE = 128
 """A shell whose program a signal has ended, and Java itself, end with a greater code."""
 _LAUNCHER_WAS_KILLED = re.compile(r"[^;]*spark-class: line \d+: CMD: [^;]*")
 """All that Spark's script says if the Java process that only puts the command together has ended without a word."""
-_WRITES_ARCHIVE = "-XX:ArchiveClassesAtExit="
 JAVA_ENDED = (
     "Spark's Java process has ended: killed, or out of memory. Run the same command again: committed messages are not "
     "repeated"
@@ -293,7 +292,7 @@ def _is_not_py4j(record: logging.LogRecord) -> bool:
 def _quick_start_options(wanted: str) -> str:
     """Use the quick home, and return the options of Java for its class archive. `wanted`: the user's own."""
     home = use_quick_home()
-    if home is None or _WRITES_ARCHIVE in wanted:
+    if home is None or WRITE_ARCHIVE in wanted:
         return ""
     return "".join(f' "{option}"' for option in archive_options(home))
 

@@ -2,7 +2,7 @@
 
 Spark gives every Python that it starts the import path `python/lib/pyspark.zip` of its home (PythonUtils,
 sparkPythonPath), and Python compiles what it imports from a zip file each time: 1.2 s of a core, and 0.2 s without. A
-run needs six of these processes, one after another. So its home is a folder with links to PySpark's programs and Java
+query needs five of these processes, one after another. So its home is a folder with links to PySpark's programs and Java
 archives, and without that file: Python then imports the same PySpark from where it is installed, compiled.
 
 The folder also has the class archive (JEP 350, "Dynamic CDS Archives") that `class_archive.py` writes. Java maps the
@@ -19,6 +19,9 @@ from pathlib import Path
 from zlib import crc32
 
 logger = logging.getLogger(__name__)
+
+WRITE_ARCHIVE = "-XX:ArchiveClassesAtExit="
+"""The option of Java that names the class archive to write, in place of one to use."""
 
 _LINKED = ("bin", "jars", "conf")
 _ZIP = "python/lib/pyspark.zip"
@@ -69,7 +72,7 @@ def class_archive(home: Path) -> Path | None:
     """
     for archive in home.glob(archive_name("*")):
         with suppress(FileNotFoundError):  # it may be deleted at any time
-            if archive.name == archive_name(archive.stat().st_size):
+            if archive.stem.endswith(f"-{archive.stat().st_size}"):
                 return archive
     return None
 
