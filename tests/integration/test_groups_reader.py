@@ -300,6 +300,7 @@ def test_a_reader_neither_spins_nor_floods_the_log_while_redis_is_away_and_then_
         add(client, 1)
         with Running(client, policy=QUICK, clock=clock) as running:
             running.wait_for(1)
+            wait_blocked(client)  # its ack is done: one that Redis does not answer waits by the system's clock
             server.kill()
             since_ms, before = clock.now_ms, running.reads  # in this order: it reads and waits meanwhile
             eventually(lambda: clock.now_ms > since_ms + 60_000, "a minute of waiting")
