@@ -15,9 +15,10 @@ from millstream.spark.source.batch_limits import NO_LIMITS, Advance, BatchLimits
 from millstream.spark.source.committed_offsets import CommittedOffsets
 from millstream.spark.source.data_loss import Loss, LossPolicy, after_loss, detect_loss, recreated_stream_error
 from millstream.spark.source.fair_shares import FairFill, Rotation
+from millstream.spark.source.look_ahead import Distance, LookAhead
 from millstream.spark.source.offset_bounds import Bound, id_of
 from millstream.spark.source.offset_ranges import OffsetRange, TaskSizing, assign, split_at, split_evenly
-from millstream.spark.source.offset_seek import Seek, seek
+from millstream.spark.source.offset_seek import Seek, position_after, seek
 from millstream.spark.source.offsets import BEGINNING, Offsets, Position, Positions
 from millstream.spark.source.options import SourceOptions
 from millstream.spark.source.read_range import ReadRange
@@ -56,7 +57,12 @@ class BatchPlanner:
         self._info_cache = StreamInfoCache(client, clock=clock)
         self._unchanged_streams = UnchangedStreams()
         self._rotation = Rotation()
+        self._look_ahead = LookAhead(client)
         self._warned: set[str] = set()
+
+    def close(self) -> None:
+        """End what the planner does in the background."""
+        self._look_ahead.end()
 
     # --- offsets of a query ---
 
@@ -217,15 +223,25 @@ class BatchPlanner:
         ends = {name: backlogs[name].end for name, share in shares.items() if share >= sizes[name]}
         is_counted = all(backlogs[name].exact_size is not None for name in ends)
         partial = {name: share for name, share in shares.items() if name not in ends}
-        results = seek(self._client, {name: Seek(backlogs[name].start.id, share, 1) for name, share in partial.items()})
-        for name, (ids, info) in results.items():
-            backlog = backlogs[name]
-            if ids and ids[0] < backlog.end.id:
-                ends[name] = Position(ids[0], backlog.count_after(partial[name], info))
-            else:
-                ends[name] = backlog.end  # the entries before it were deleted
-                is_counted = False
+        for name, position in self._seek_ends(backlogs, partial).items():
+            ends[name] = position or backlogs[name].end
+            is_counted = is_counted and position is not None
+        self._look_ahead.prepare(
+            {name: Distance(ends[name], share, backlogs[name].info) for name, share in partial.items()}
+        )
         return ends, sum(min(share, sizes[name]) for name, share in shares.items()) if is_counted else None
+
+    def _seek_ends(self, backlogs: Mapping[str, "Backlog"], shares: Mapping[str, int]) -> dict[str, Position | None]:
+        """Return the position after the share of each stream; None where entries before the end were deleted."""
+        self._look_ahead.end()
+        reached = {name: self._look_ahead.furthest(name, backlogs[name].start, share) for name, share in shares.items()}
+        rest = {name: shares[name] - count for name, (_, count) in reached.items()}
+        seeks = {name: Seek(at.id, rest[name], 1) for name, (at, _) in reached.items() if rest[name]}
+        positions: dict[str, Position | None] = {name: at for name, (at, _) in reached.items()}
+        for name, (ids, info) in seek(self._client, seeks).items():
+            start = reached[name].position
+            positions[name] = position_after(start, rest[name], ids[0], backlogs[name].info, info) if ids else None
+        return {name: at if at and at.id < backlogs[name].end.id else None for name, at in positions.items()}
 
     # --- the tasks of a batch ---
 
@@ -242,7 +258,11 @@ class BatchPlanner:
         return Position(last, None) if last is not None and last < info.tail.id else info.tail
 
     def plan_tasks(self, start: Positions, end: Positions) -> list[list[OffsetRange]]:
-        """Plan the tasks of the batch from `start` to `end`. With `failOnDataLoss` raises DataLoss for lost entries."""
+        """Plan the tasks of the batch from `start` to `end`, and look ahead for the end of the next one.
+
+        With `failOnDataLoss` raises DataLoss for lost entries.
+        """
+        self._look_ahead.begin()
         moved = {name: at for name, at in start.items() if name in end and at != end[name]}
         starts = self._committed.rewind(moved)
         bounds = {name: (at, end[name]) for name, at in starts.items() if end[name].id > at.id}
@@ -329,13 +349,6 @@ class Backlog(NamedTuple):
         """Number of entries to read: exact, or an upper bound."""
         count = self.exact_size
         return max(1, self.info.length) if count is None else count
-
-    def count_after(self, count: int, now: StreamInfo | None) -> int | None:
-        """Number of entries ever added up to the `count`-th of the backlog; None if entries were removed in between."""
-        if self.start.entries_added is None or now is None or now.has_gaps_after(self.start.id):
-            return None
-        whole = now.is_whole_after(self.start.id) or now.entries_removed == self.info.entries_removed
-        return self.start.entries_added + count if whole else None
 
 
 def _has_more(info: StreamInfo | None, at: Position) -> bool:

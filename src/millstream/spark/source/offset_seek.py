@@ -9,13 +9,14 @@ group an hour later.
 
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from millstream.errors import AccessDenied, CommandFailed, GroupMissing, Unavailable
 from millstream.model import EntryId
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.resp import Command, Reply
+from millstream.spark.source.offsets import Position
 from millstream.spark.source.stream_info import StreamInfo, fetch_calls, parse_full_info
 
 MAX_SKIP = 10_000
@@ -41,8 +42,10 @@ class SeekResult(NamedTuple):
     info: StreamInfo | None
 
 
-def seek(client: Client, requests: Mapping[str, Seek]) -> dict[str, SeekResult]:
-    """Run the request of each stream.
+def seek(
+    client: Client, requests: Mapping[str, Seek], *, give_up: Callable[[], bool] = lambda: False
+) -> dict[str, SeekResult]:
+    """Run the request of each stream. Once `give_up` returns True, return what is found so far.
 
     Raises AccessDenied if the Redis user may not use consumer groups, Unavailable if the caller has to retry.
     """
@@ -60,12 +63,27 @@ def seek(client: Client, requests: Mapping[str, Seek]) -> dict[str, SeekResult]:
             client,
             group,
             [seeker for seeker, reply in zip(seekers, replies, strict=True) if not isinstance(reply, CommandFailed)],
+            give_up,
         )
     finally:
         removed = fetch_calls(client, [("XGROUP", "DESTROY", stream, group) for stream in requests])
     for reply in removed:
         _check_access(reply)
     return {seeker.stream: SeekResult(seeker.ids, seeker.info) for seeker in seekers}
+
+
+def position_after(
+    start: Position, count: int, found: EntryId, before: StreamInfo, after: StreamInfo | None
+) -> Position:
+    """Return the position `count` entries after `start`, whose id a seek has `found`.
+
+    It has the number of entries ever added unless entries may have been removed between `start` and it: `before` and
+    `after` are the stream info before and after the seek.
+    """
+    if start.entries_added is None or after is None or after.has_gaps_after(start.id):
+        return Position(found, None)
+    is_whole = after.is_whole_after(start.id) or after.entries_removed == before.entries_removed
+    return Position(found, start.entries_added + count if is_whole else None)
 
 
 def _check_access(reply: Reply) -> Reply:
@@ -110,10 +128,10 @@ class _Seeker:
             self._skipped = 0
 
 
-def _skip_all(client: Client, group: str, seekers: Iterable[_Seeker]) -> None:
+def _skip_all(client: Client, group: str, seekers: Iterable[_Seeker], give_up: Callable[[], bool]) -> None:
     leftovers: list[Command] = []
     active = [seeker for seeker in seekers if seeker.skip_count]
-    while active:
+    while active and not give_up():
         for at in range(0, len(active), _PAIRS_PER_TRIP):
             some = active[at : at + _PAIRS_PER_TRIP]
             for seeker, reply in zip(

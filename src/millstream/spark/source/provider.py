@@ -309,7 +309,9 @@ class RedisStreamReader(ReaderBase, DataSourceStreamReader, SupportsTriggerAvail
         return [InputPartition(to_tuple(ranges)) for ranges in tasks]
 
     def stop(self) -> None:
-        """End the query."""
+        """End the query: leave no seek behind that has begun."""
+        if "_planner" in vars(self):
+            self._planner.close()
         end_process_if_disconnected()
 
     def read(self, partition: InputPartition) -> "Iterator[pa.RecordBatch]":
