@@ -29,11 +29,11 @@ FIELDS: list[tuple[bytes, Callable[[int], bytes]]] = [
 
 
 @contextmanager
-def laboratory(name: str) -> Iterator[tuple[Client, SparkSession]]:
-    """An embedded server with nothing written to disk, and a session on all cores."""
+def laboratory(name: str, *, handlers_only: bool = False) -> Iterator[tuple[Client, SparkSession]]:
+    """An embedded server with nothing written to disk, and a session on all cores, as `millstream run` opens it."""
     with EmbeddedServer(extra={"appendonly": "no", "save": '""'}) as server, Client(server.url) as client:
         conf = {"spark.sql.streaming.numRecentProgressUpdates": "1000", "spark.sql.shuffle.partitions": str(cores())}
-        spark = open_session(name, master="local[*]", conf=conf)
+        spark = open_session(name, master="local[*]", conf=conf, handlers_only=handlers_only)
         try:
             yield client, spark
         finally:

@@ -27,7 +27,7 @@ def run(*, flights: int | None = None, per_batch: int = PER_BATCH) -> dict[str, 
     """Measure, over the first `flights` (default: all)."""
     app = load_app(f"{EXAMPLE}:app")
     rows = load_flights(flights)
-    with laboratory("spark_cost") as (client, spark), tempfile.TemporaryDirectory() as folder:
+    with laboratory("spark_cost", handlers_only=True) as (client, spark), tempfile.TemporaryDirectory() as folder:
         bench = Bench(app, spark, client, Path(folder), meter=read_cpu)
         cold, warm = (_us_per_message(bench.batches(rows, per_batch)) for _ in range(2))
     spent = sum(us for part, us in warm.items() if part != "wall")

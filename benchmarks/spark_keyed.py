@@ -41,7 +41,7 @@ def run(*, flights: int | None = None, few_keys: int = 1_000, rounds: int = 2) -
     app = load_app(f"{EXAMPLE}:app")  # before the session, whose Python workers must find its module
     rows = load_flights(flights)
     small = Flights(rows.columns, rows.rows[: len(rows) // 10])
-    with laboratory("spark_keyed") as (client, spark), tempfile.TemporaryDirectory() as folder:
+    with laboratory("spark_keyed", handlers_only=True) as (client, spark), tempfile.TemporaryDirectory() as folder:
         bench = Bench(app, spark, client, Path(folder))
         bench.cost(small, BACKLOG_PER_BATCH)  # the warm-up
         costs = [_one_round(bench, rows, small, few_keys) for _ in range(rounds)]

@@ -62,7 +62,7 @@ def run(*, entries: int = 1_000_000) -> dict[str, Any]:
         path = Path(folder) / "memory_app_of_the_benchmark.py"
         path.write_text(APP)
         app = load_app(f"{path}:app")  # before the session, whose Python workers inherit the import path
-        with laboratory("spark_memory") as (client, spark):
+        with laboratory("spark_memory", handlers_only=True) as (client, spark):
             fill(client, ["backlog"], entries)
             settings = RunSettings(url=client.url, checkpoint=f"{folder}/checkpoint", once=True)
             done, watcher = threading.Event(), threading.Thread(target=watch)

@@ -8,12 +8,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from millstream.spark.run.session import FIRST_COMPILER
 from millstream.spark.run.spark_home import archive_name, archive_options, class_archive, quick_home
 from tests.support.commandline import call
 from tests.support.drivers import Driver
 from tests.support.java import PRINTED
 from tests.support.json_reference import faults, sections
-from tests.support.processes import descendants
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.spark, pytest.mark.drivers]
@@ -39,7 +39,7 @@ def app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(tmp_path / "counter.py")
 
 
-def test_a_run_maps_the_class_archive_and_its_pythons_import_no_zip_file(
+def test_a_run_of_handlers_has_one_compiler_and_maps_the_class_archive_and_its_pythons_import_no_zip_file(
     app: str, millstream_url: str, tmp_path: Path
 ) -> None:
     archive = class_archive(quick_home())
@@ -48,7 +48,8 @@ def test_a_run_maps_the_class_archive_and_its_pythons_import_no_zip_file(
     with Driver(app, url=millstream_url, folder=tmp_path) as driver:
         driver.start()
         eventually(lambda: driver.has_emitted("started"), "the start", log=driver.errors)
-        java = next(one for one in descendants(driver.process) if one.name() == "java")
+        java = driver.java()
+        assert FIRST_COMPILER in java.cmdline()
         assert str(archive) in {mapped.path for mapped in java.memory_maps()}
         pythons = [path for one in java.children(recursive=True) if (path := _import_path(one))]
         assert pythons

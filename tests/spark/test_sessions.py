@@ -14,6 +14,7 @@ import pytest
 
 from millstream.redis_client.client import Client
 from millstream.redis_client.replies import mapping_of
+from millstream.spark.run.session import FIRST_COMPILER
 from millstream.spark.versions import HAS_LIMITS
 from tests.support.commandline import environment
 from tests.support.drivers import Driver
@@ -121,6 +122,7 @@ def test_a_run_continues_in_a_new_session_when_its_session_ends_and_ctrl_c_withi
                 if round_ < ENDS:
                     (tmp_path / "stop-the-session").touch()
                     publish(client)
+            assert FIRST_COMPILER not in driver.java().cmdline()  # a stage may need the second one
             client.execute("XADD", "in", "*", "k", "long")
             wait_for((tmp_path / "in-a-batch").exists, "a long batch")
             wait_for((tmp_path / "in-a-batch-of-the-stage").exists, "a long batch of the stage")

@@ -81,6 +81,10 @@ class Driver:
         """The driver's descendants: the JVM and its Python workers."""
         return descendants(self.process)
 
+    def java(self) -> psutil.Process:
+        """Spark's Java process, once the run has started."""
+        return next(one for one in self.descendants() if one.name() == "java")
+
     def workers(self) -> list[psutil.Process]:
         """The Python workers that run tasks: children of Spark's Python daemon."""
         found = []

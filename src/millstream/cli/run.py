@@ -391,7 +391,13 @@ def _session(
         # On the main thread PySpark would handle Ctrl-C itself, and abort the app in the middle of its work.
         with ThreadPoolExecutor(max_workers=1) as starter:
             spark = starter.submit(
-                open_session, app.name, master=master, conf=conf, checkpoint=checkpoint, verbose=verbose
+                open_session,
+                app.name,
+                master=master,
+                conf=conf,
+                checkpoint=checkpoint,
+                handlers_only=not app.stages,
+                verbose=verbose,
             ).result()
     except (ConfigError, PipelineFailed):
         if not stopping.is_set():  # while stopping, the signal has ended the Java process too

@@ -43,6 +43,10 @@ _STACK = "-Xss16m"
 """Java's stack of a thread: Spark searches the error of a batch that a stop has interrupted with a regular expression that
 recurses for each character (StreamExecution, PROXY_ERROR), and a Java error's text is long. It takes only what is used.
 """
+FIRST_COMPILER = "-XX:TieredStopAtLevel=1"
+"""Java's second compiler takes more than half of Java's processor time in the first minutes of a run. It makes nothing quicker
+that a handler's batches need: Java moves blocks of messages, and Python processes them.
+"""
 _KEPT_LINES = 20
 _DUPLICATE_LOGGERS = ("py4j", "DataFrameQueryContextLogger", "SQLQueryContextLogger")
 """Loggers of errors that are also raised."""
@@ -100,13 +104,20 @@ def default_settings(master: str, checkpoint: str = "") -> dict[str, str]:
 
 
 def open_session(
-    name: str, *, master: str, conf: Mapping[str, str], checkpoint: str = "", verbose: bool = False
+    name: str,
+    *,
+    master: str,
+    conf: Mapping[str, str],
+    checkpoint: str = "",
+    handlers_only: bool = False,
+    verbose: bool = False,
 ) -> SparkSession:
     """Return a session for `master`; `conf` overrides our defaults.
 
     Raises ConfigError if Spark cannot start with them, and PipelineFailed if its Java process is killed meanwhile.
 
     `checkpoint`: where its queries keep their checkpoints, if that is a URL and not a folder of this machine.
+    `handlers_only`: its queries are those of handlers; on one machine Java then compiles for quick starts alone.
 
     The logs of Spark and of its Java bridge are shown only if `verbose`: every error also reaches its caller.
     """
@@ -125,6 +136,7 @@ def open_session(
     settings = default_settings(master, checkpoint) | dict(conf)
     if not is_cluster(master) and not has_java():
         java_options += _quick_start_options(settings.get(_JAVA_OPTIONS, ""))
+        java_options += f" {FIRST_COMPILER}" if handlers_only else ""
     settings[_JAVA_OPTIONS] = f"{java_options} {settings.get(_JAVA_OPTIONS, '')}".strip()
     whole = SparkConf().setAppName(name).setMaster(master).setAll(list(settings.items()))
     if not has_java():
