@@ -240,7 +240,8 @@ def test_a_stop_between_two_messages_of_a_key_leaves_no_lease_behind(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     between, released = threading.Event(), threading.Event()
-    with working(client, make(count, key="key")) as loop:
+    for_long = replace(QUICK, claim_ms=int(1_000 * FAIL_SAFE_S), stop_ms=int(1_000 * FAIL_SAFE_S))
+    with working(client, make(count, key="key"), policy=for_long) as loop:
         in_flight, ordering, committer = loop._in_flight, loop._ordering, loop._ordering.committer
         start, release, settle = in_flight.start, ordering.release, committer.settle
 
@@ -261,7 +262,8 @@ def test_a_stop_between_two_messages_of_a_key_leaves_no_lease_behind(
         monkeypatch.setattr(in_flight, "start", start_the_second_after_the_release)
         monkeypatch.setattr(committer, "settle", settle_after_the_release)
         monkeypatch.setattr(ordering, "release", release_and_say_so)
-        fill(client, 4, 1)
+        entries = [("XADD", "in", "*", "n", n, "key", "k0") for n in range(4)]
+        client.pipeline([("MULTI",), *entries, ("EXEC",)])  # all at once, so that one lease has them
         eventually(between.is_set, "the end of the first run")
     assert (len(rows(client)), in_flight.leases) == (1, set())
     assert {queue.state for queue in list_queues(client, KEYS)} == {"ready"}
