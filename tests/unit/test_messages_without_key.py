@@ -30,7 +30,7 @@ def ran(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tupl
     monkeypatch.setattr("millstream.worker.running.async_runner._ITERATION_MS", float("inf"))
     if request.param == "thread":
         return ids, lambda in_flight: runner_of(handle, ThreadRunner, in_flight, 1)
-    once = {"concurrency": 1, "retry": Retry(attempts=1)}
+    once: dict[str, Any] = {"concurrency": 1, "retry": Retry(attempts=1)}
     return ids, lambda in_flight: runner_of(handle_async, AsyncRunner, in_flight, **once)
 
 
@@ -38,7 +38,8 @@ def test_a_message_that_the_gate_keeps_from_starting_runs_once_it_is_open(
     stream: ReliableStream, in_flight: InFlight, ran: tuple[list[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids, make = ran
-    start, found = in_flight.start, []
+    start = in_flight.start
+    found: list[bool | None] = []
 
     def start_at_a_closed_gate(one: Delivery, now_ms: float, **options: Any) -> bool | None:
         if found:
@@ -59,7 +60,8 @@ def test_the_last_message_that_waits_asks_for_a_commit_at_once_and_those_before_
     stream: ReliableStream, in_flight: InFlight, ran: tuple[list[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, make = ran
-    put, asked = in_flight.completions.put, []
+    put = in_flight.completions.put
+    asked: list[bool] = []
 
     def put_and_note(run: FinishedRun, *, urgent: bool = True) -> None:
         asked.append(urgent)
