@@ -14,7 +14,7 @@ from millstream.worker.policy import WorkerPolicy
 
 _LONG_WAIT_MS = 1_000.0
 _SLICE_MS = 50.0
-_LONGEST_SLICE = 16
+_FIRST_SLICE, _LONGEST_SLICE = 16, 64
 _WEIGHT = 0.2
 DELAY_THREAD = "millstream-delay"
 """Name of a thread that adds entries to the buffer after a delay."""
@@ -246,7 +246,7 @@ class InFlight:
         """
         if self._list_size:
             return self._list_size
-        return _LONGEST_SLICE if self._run_ms <= 0 else max(1, min(_LONGEST_SLICE, int(_SLICE_MS / self._run_ms)))
+        return _FIRST_SLICE if self._run_ms <= 0 else max(1, min(_LONGEST_SLICE, int(_SLICE_MS / self._run_ms)))
 
     def on_run_time(self, run_ms: float) -> None:
         """Note how long a run of the handler took."""
