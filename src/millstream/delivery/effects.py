@@ -5,7 +5,7 @@ from typing import Literal, TypeVar, cast
 
 import msgspec
 
-from millstream.handlers.encoding import items_of_output
+from millstream.handlers.encoding import items_of_outputs
 from millstream.handlers.key_timers import TimerChanges
 from millstream.model import EntryId
 from millstream.redis_client.resp import Arg
@@ -180,7 +180,7 @@ class Effects(msgspec.Struct):
         args.append(len(self.outputs))
         if self.outputs:
             args += (_OUTPUT_KEY, maxlen)
-            args += map(items_of_output, self.outputs)
+            args += items_of_outputs(self.outputs)
         if self.timers:
             args += (_TIMERS, len(self.timers))
             for change in self.timers:

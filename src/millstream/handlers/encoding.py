@@ -116,9 +116,9 @@ def unpack_output(packed: bytes) -> list[bytes]:
     return [_unpack_text(part) for part in _unpack_parts(packed)]
 
 
-def items_of_output(packed: bytes) -> bytes:
-    """Return the items of an output that `pack_output` has packed, one after the other, without the header of the array."""
-    return packed[1 if packed[0] in _SHORT_ARRAYS else 3 :]
+def items_of_outputs(outputs: Iterable[bytes]) -> list[bytes]:
+    """Return of each output that `pack_output` has packed the items, one after the other, without the header of the array."""
+    return [packed[1 if packed[0] in _SHORT_ARRAYS else 3 :] for packed in outputs]
 
 
 def raw(value: bytes) -> msgspec.Raw:

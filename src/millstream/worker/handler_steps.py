@@ -96,6 +96,8 @@ class HandlerSteps:
 
     def cancel_rest(self, delivery: Delivery, outcome: Outcome) -> None:
         """Cancel the entries that are leased behind one that becomes a dead letter, if the handler asks for it."""
+        if type(outcome) is Done:  # as nearly always
+            return
         if delivery.lease is not None and delivery.lease.key is not None and cancels_rest(self.handler, outcome):
             delivery.lease.cancellation = Cancellation(delivery.id.decode())
 
@@ -168,6 +170,7 @@ class HandlerSteps:
         """Return the effects of messages of one key, run one after another or in lists, to be committed under its lease."""
         effects = lease.stream.key_effects_of(lease, [delivery for delivery, _ in outcomes])
         state = lease.committed_state
+        outputs: list[bytes] = []
         for delivery, outcome in outcomes:
             if isinstance(outcome, DeadLettered):
                 effects.add_dead_letter(self.dead_letter_of(delivery, outcome).items())
@@ -177,10 +180,11 @@ class HandlerSteps:
                     effects.cancels = effects.cancels or CANCELED
             else:
                 state = outcome.state
-                if outcome.outputs:
-                    effects.add_outputs(outcome.outputs)
+                outputs += outcome.outputs
                 if outcome.timers:
                     effects.add_timers(outcome.timers)
+        if outputs:
+            effects.add_outputs(outputs)
         if self.handler.wants_state and lease.key is not None and state != lease.committed_state:
             effects.state = state
         return effects

@@ -198,12 +198,13 @@ class InFlight:
             self._bytes += delivery.size if known is None else delivery.size - known.size
 
     def _remove(self, deliveries: Iterable[Delivery]) -> None:
-        by_ref = self._by_ref
+        by_ref, suspects = self._by_ref, self._suspects
         for delivery in deliveries:
             # The same entry may have been delivered to this worker again since.
-            if by_ref.get(delivery.entry_ref) is delivery:
-                del by_ref[delivery.entry_ref]
-                if self._suspects:
+            ref = delivery.entry_ref
+            if by_ref.get(ref) is delivery:
+                del by_ref[ref]
+                if suspects:
                     self._forget_suspect(delivery)
                 self._bytes -= delivery.size
                 if not delivery.finished and delivery.running:
@@ -293,9 +294,10 @@ class InFlight:
     def _next_of_key(self, leased_key: LeasedKey, delivery: Delivery, outcome: Outcome) -> Delivery | None:
         if isinstance(outcome, Done):
             leased_key.state = outcome.state
-        while leased_key.queued and isinstance(outcome, (Done, DeadLettered)) and not leased_key.expired:
-            following = leased_key.queued.popleft()
-            if following in self:
+        queued = leased_key.queued if isinstance(outcome, (Done, DeadLettered)) else ()
+        while queued and not leased_key.expired:
+            following = queued.popleft()
+            if self._by_ref.get(following.entry_ref) is following:
                 return following
         leased_key.last_run = delivery
         return None
@@ -336,7 +338,7 @@ class InFlight:
 
     def remove_lease(self, lease: KeyLease) -> list[Delivery]:
         """Remove a leased key; return its entries that were still in flight."""
-        rest = [one for one in lease.entries if one in self]
+        rest = [one for one in lease.entries if one in self] if lease.in_flight_count else []
         self._end_lease(lease)
         self.remove(rest)
         return rest

@@ -7,7 +7,7 @@ from queue import Empty
 from typing import NamedTuple
 
 from millstream.clock import Clock
-from millstream.delivery.reliable_stream import Delivery
+from millstream.delivery.reliable_stream import Delivery, LeasedKey
 from millstream.handlers.attempt import NO_EFFECTS, Outcome
 from millstream.model import Message
 from millstream.worker.handler_steps import HandlerSteps
@@ -145,8 +145,8 @@ class ThreadRunner(_Start):
         first = delivery = self._next_delivery()
         if first is None:
             return False
-        if first.lease is None and self._permits is None:
-            return self._run_waiting(first)
+        if self._permits is None:
+            return self._run_waiting(first) if first.lease is None else self._run_key(first, first.lease)
         try:
             while delivery is not None:
                 while (starts := self._start(delivery)) is None:
@@ -189,6 +189,32 @@ class ThreadRunner(_Start):
             except Empty:
                 return True
         return False
+
+    def _run_key(self, first: Delivery, lease: LeasedKey) -> bool:
+        """Run a message, and those of its key that are leased with it, as `_run_waiting` does. Returns True."""
+        in_flight, steps, now_ms = self._in_flight, self._steps, self._clock.monotonic_ms()
+        delivery: Delivery | None = first
+        while delivery is not None:
+            if (starts := in_flight.start(delivery, now_ms)) is None:
+                in_flight.gate.wait()
+                now_ms = self._clock.monotonic_ms()
+                continue
+            if not starts:
+                break
+            self._loop_metrics.on_run_started()
+            message = steps.decode(delivery)
+            if message is None:
+                outcome: Outcome = NO_EFFECTS
+            else:
+                outcome = steps.canceled(delivery) or steps.run(message, lease.state)
+                steps.cancel_rest(delivery, outcome)
+            now_ms = self._clock.monotonic_ms()
+            delivery.attempt_ms = now_ms - delivery.state_since_ms
+            delivery.finished = True
+            self._took_ms += delivery.attempt_ms
+            self._finished += 1
+            delivery = in_flight.complete(delivery, outcome)
+        return True
 
     def _next_delivery(self) -> Delivery | None:
         try:

@@ -4,6 +4,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
+from typing import cast
 
 import msgspec
 
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 Runs = list[tuple[Delivery, Outcome]]
 """Entries of a key that were run, in order, and their outcomes."""
+_Ended = list[tuple[Delivery, Done | DeadLettered]]
 
 
 class _LeaseOutcome(msgspec.Struct, eq=False):
@@ -81,19 +83,16 @@ class KeyCommitter(Committer):
             ran = [(deliveries, outcome) for deliveries, outcome in finished if not is_limited(outcome)]
         self._observe_run_times(ran)
         if ran:
-            self._in_flight.on_run_time(sum(deliveries[0].attempt_ms for deliveries, _ in ran) / len(ran))
-        runs: dict[KeyLease, Runs] = defaultdict(list)
-        for deliveries, outcome in finished:
-            runs[lease_of(deliveries[0])] += (
-                _runs_of(deliveries, outcome) if deliveries[1:] else [(deliveries[0], outcome)]
-            )
+            self._in_flight.on_run_time(sum([deliveries[0].attempt_ms for deliveries, _ in ran]) / len(ran))
+        runs = _runs_by_lease(finished)
         # Runs kept for want of memory come before later runs of the same key.
         postponed, self._postponed_runs = self._postponed_runs, {}
         leases = dict.fromkeys([*postponed, *runs])
+        lost = self._in_flight.not_in_flight([one for some in (*postponed.values(), *runs.values()) for one, _ in some])
         by_stream: dict[KeyedStream, list[_LeaseOutcome]] = defaultdict(list)
         for lease in leases:
-            kept, new = postponed.get(lease, []), runs[lease]
-            if lease.expired or not all(delivery in self._in_flight for delivery, _ in [*kept, *new]):
+            kept, new = postponed.get(lease, []), runs.get(lease, [])
+            if lease.expired or (lost and any(delivery in lost for delivery, _ in [*kept, *new])):
                 self._drop_lost(lease)
             else:
                 by_stream[lease.stream].append(self._make_outcome(lease, kept, new))
@@ -106,7 +105,7 @@ class KeyCommitter(Committer):
     def _make_outcome(self, lease: KeyLease, postponed: Runs, new: Runs) -> _LeaseOutcome:
         runs = [*postponed, *self._admitted(lease, new)]  # the breaker has counted those that were postponed
         outcome = _LeaseOutcome(lease, runs, halted=lease in self._halted)
-        done = [(delivery, result) for delivery, result in runs if isinstance(result, (Done, DeadLettered))]
+        done = cast(_Ended, [run for run in runs if isinstance(run[1], (Done, DeadLettered))])
         lease.releasing = outcome.is_over
         if outcome.is_over:
             self._in_flight.note_returned(lease)
@@ -284,6 +283,23 @@ class KeyCommitter(Committer):
 
     def _retry_postponed(self) -> None:
         self.settle(())
+
+
+def _runs_by_lease(finished: Sequence[FinishedRun]) -> dict[KeyLease, Runs]:
+    """Return the runs of each lease, in order."""
+    found: dict[KeyLease, Runs] = defaultdict(list)
+    last: object = found
+    runs: Runs = []
+    for deliveries, outcome in finished:
+        first = deliveries[0]
+        if first.lease is not last:  # most follow another one of their key
+            last = lease = lease_of(first)
+            runs = found[lease]
+        if len(deliveries) == 1:
+            runs.append((first, outcome))
+        else:
+            runs += _runs_of(deliveries, outcome)
+    return found
 
 
 def _runs_of(deliveries: Sequence[Delivery], outcome: Outcome) -> Runs:
