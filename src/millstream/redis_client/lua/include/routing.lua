@@ -13,11 +13,12 @@ local function read_progress(token, group_name)
   if not found[3] then
     return nil, redis.error_reply('NOGROUP the progress of the group ' .. group_name .. ' of ' .. KEYS[7] .. ' is gone')
   end
+  local has_offsets = redis.call('EXISTS', KEYS[2]) == 1
   return {
     max_offset = found[2], last = found[3], takeover_offset = found[4],
     pending = group['pending'], entries_read = group['entries-read'],
-    delivered_id = group['last-delivered-id'], has_offsets = redis.call('EXISTS', KEYS[2]) == 1,
-    processed = 0, ids = {}, queues = {}, order = {},
+    delivered_id = group['last-delivered-id'], has_offsets = has_offsets, may_be_done = found[4] or has_offsets,
+    processed = 0, count = 0, ids = {}, queues = {}, order = {},
   }
 end
 
@@ -37,18 +38,22 @@ local function is_done(progress, id, name)
   return offsets[2] or (offsets[1] and not less(offsets[1], id))
 end
 
--- Note the next entry of the stream, and its queue ('' = it is not for this handler).
+-- Note the next entry of the stream, and its queue ('' = it is not for this handler). Most queues get one entry with a
+-- call, which needs no table.
 local function note(progress, id, name)
   progress.processed, progress.last = progress.processed + 1, id
-  if name == '' or is_done(progress, id, name) then return end
-  local queue = progress.queues[name]
-  if not queue then
-    queue = {}
-    progress.queues[name] = queue
+  if name == '' or (progress.may_be_done and is_done(progress, id, name)) then return end
+  local queues, count = progress.queues, progress.count + 1
+  local noted = queues[name]
+  if not noted then
+    queues[name] = id
     progress.order[#progress.order + 1] = name
+  elseif type(noted) == 'string' then
+    queues[name] = {noted, id}
+  else
+    noted[#noted + 1] = id
   end
-  queue[#queue + 1] = id
-  progress.ids[#progress.ids + 1] = id
+  progress.count, progress.ids[count] = count, id
 end
 
 -- Make a queue ready that waits for more entries, now that it has enough; not one that backs off after a failure.
@@ -92,11 +97,16 @@ end
 local function append_noted(progress, group_name, most, full, are_pending)
   local ready, new = 0, {}
   for _, name in ipairs(progress.order) do
-    local some, length = progress.queues[name], 0
-    for i = 1, #some, MAX_UNPACK do
-      length = redis.call('RPUSH', queue_of(name), unpack(some, i, math.min(i + MAX_UNPACK - 1, #some)))
+    local some, length, added = progress.queues[name], 0, 1
+    if type(some) == 'string' then
+      length = redis.call('RPUSH', queue_of(name), some)
+    else
+      added = #some
+      for i = 1, added, MAX_UNPACK do
+        length = redis.call('RPUSH', queue_of(name), unpack(some, i, math.min(i + MAX_UNPACK - 1, added)))
+      end
     end
-    if length == #some then
+    if length == added then
       new[#new + 1] = name
     elseif full and length >= full and end_wait(name) then
       ready = ready + 1
@@ -116,5 +126,5 @@ local function append_noted(progress, group_name, most, full, are_pending)
     redis.call('HDEL', KEYS[1], 'max_offset')
   end
   notify_idle(ready)
-  return ready, progress.pending + #progress.ids
+  return ready, progress.pending + progress.count
 end

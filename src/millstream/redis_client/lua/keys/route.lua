@@ -28,7 +28,7 @@ local room = room_of(progress, tonumber(most))
 local first, full = 5, nil
 if ARGV[5] == 'full' then first, full = 7, tonumber(ARGV[6]) end
 for i = first, #ARGV, 2 do
-  if #progress.ids >= room then break end
+  if progress.count >= room then break end
   note(progress, ARGV[i], ARGV[i + 1])
 end
 if progress.processed == 0 then return {0, 0, progress.pending, progress.last} end

@@ -18,7 +18,6 @@
 -- include key_queues
 -- include group_state
 -- include routing
--- include entry_sizes
 
 local AT_ONCE, RESERVED = 32, 'millstream.'
 local LAST = '18446744073709551615-18446744073709551615' -- Redis allows no id after it
@@ -26,33 +25,43 @@ local group_name, most, field = ARGV[2], ARGV[3], ARGV[4]
 local progress, refusal = read_progress(ARGV[1], group_name)
 if refusal then return refusal end
 
--- The last one, if the entry has several such fields. No queue without a key.
-local function queue_in(items)
-  if string.sub(items[1], 1, #RESERVED) == RESERVED then return nil end
-  for i = #items - 1, 1, -2 do
-    if items[i] == field then return items[i + 1] ~= '' and 'k' .. items[i + 1] or nil end
-  end
+local are_reserved = {}
+
+local function is_reserved(name)
+  if are_reserved[name] == nil then are_reserved[name] = string.sub(name, 1, #RESERVED) == RESERVED end
+  return are_reserved[name]
 end
 
-local read = {} -- ids
+-- The queue of an entry, by the last field of that name if it has several, and its size in bytes. No queue without a key.
+local function queue_and_size(items)
+  local key, size = '', 0
+  for i = 1, #items, 2 do
+    local name, value = items[i], items[i + 1]
+    size = size + #name + #value
+    if name == field then key = value end
+  end
+  return key ~= '' and not is_reserved(items[1]) and 'k' .. key or nil, size
+end
+
+local replies, read_count = {}, 0
 
 -- Entries are read as those of the consumer that all waiting entries have, which makes them pending: that costs half as
 -- much as to read them and to claim each.
 local function read_new(count)
-  if #read == 0 and progress.delivered_id ~= progress.last then set_position(progress, group_name) end
+  if read_count == 0 and progress.delivered_id ~= progress.last then set_position(progress, group_name) end
   local found = redis.call('XREADGROUP', 'GROUP', group_name, WAITING, 'COUNT', count, 'STREAMS', KEYS[7], '>')
-  return found and found[1][2] or {}
+  local entries = found and found[1][2] or {}
+  replies[#replies + 1], read_count = entries, read_count + #entries
+  return entries
 end
 
 local room, max_bytes = room_of(progress, tonumber(most)), tonumber(ARGV[6])
 local left, bytes, is_for_caller = tonumber(ARGV[5]), 0, 0
 
 local function note_all(entries)
-  for _, entry in ipairs(entries) do read[#read + 1] = entry[1] end
   for _, entry in ipairs(entries) do
-    local size = size_of(entry)
-    if #progress.ids >= room or (progress.processed > 0 and bytes + size > max_bytes) then return false end
-    local name = queue_in(entry[2])
+    local name, size = queue_and_size(entry[2])
+    if progress.count >= room or (progress.processed > 0 and bytes + size > max_bytes) then return false end
     if not name then
       is_for_caller = 1
       return false
@@ -66,10 +75,12 @@ end
 
 -- What was read and is not appended must not be pending: it has no room yet, is for the caller, or is committed.
 local function return_others()
-  if #read == #progress.ids then return end
+  if read_count == progress.count then return end
   local others, at = {}, 1
-  for _, id in ipairs(read) do
-    if id == progress.ids[at] then at = at + 1 else others[#others + 1] = id end
+  for _, entries in ipairs(replies) do
+    for _, entry in ipairs(entries) do
+      if entry[1] == progress.ids[at] then at = at + 1 else others[#others + 1] = entry[1] end
+    end
   end
   for i = 1, #others, MAX_UNPACK do
     redis.call('XACK', KEYS[7], group_name, unpack(others, i, math.min(i + MAX_UNPACK - 1, #others)))
@@ -79,7 +90,7 @@ end
 
 -- A few at a time, since Redis does not report the size of an entry beforehand: as many as have room if they are as large as
 -- those before. What is read and has no room would be read again.
-while left > 0 and #progress.ids < room and bytes < max_bytes and progress.last ~= LAST do
+while left > 0 and progress.count < room and bytes < max_bytes and progress.last ~= LAST do
   local fitting = progress.processed == 0 and 1 or (max_bytes - bytes) * progress.processed / math.max(1, bytes)
   local count = math.min(left, AT_ONCE, math.max(1, math.floor(fitting)))
   local entries = read_new(count)
