@@ -447,11 +447,15 @@ class KeyedStream(ReliableStream):
             token=token,
             state=state,
             expires_ms=until_ms,
-            in_flight_count=len(entries),
+            in_flight_count=len(entries) // 2,
             committed_state=state,
             cancellation=Cancellation.parse(canceled),
         )
-        lease.entries = [Delivery(self, entry_id, pairs, lease=lease) for entry_id, pairs in entries]
+        ids_and_pairs = iter(entries)
+        lease.entries = [
+            Delivery(self, entry_id, pairs, 1, 1, lease)
+            for entry_id, pairs in zip(ids_and_pairs, ids_and_pairs, strict=True)
+        ]
         lease.queued.extend(lease.entries)
         first = lease.entries[0]
         first.attempt, first.deliveries = max(0, failed) + 1, expired + 1

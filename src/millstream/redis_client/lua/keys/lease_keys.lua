@@ -12,7 +12,7 @@
 -- REPLY milliseconds until a queue may become ready by itself (-1 = none waits), ids that are gone from the stream,
 --       number of expired leases, size of the first entry that did not fit (0 = all did), then for each queue: name,
 --       lease token, state, how often a lease on its first entry expired, failed attempts on it (0 = it has only
---       waited, -1 = neither), entries, '' or the message that has canceled entries of the key and the last id that it
+--       waited, -1 = neither), of each entry its id and then its fields, '' or the message that has canceled entries of the key and the last id that it
 --       has canceled
 -- ERROR STALE when a newer run has taken over; NOGROUP when the group does not exist
 --
@@ -122,10 +122,11 @@ local function claim(name, most)
   while true do
     local ids = run_of(name, most)
     if #ids == 0 then return ids end
-    local ask = {KEYS[7], group, consumer, '0', unpack(ids)}
-    ask[#ask + 1] = 'FORCE'
-    local entries = redis.call('XCLAIM', unpack(ask))
-    if #entries < #ids then drop_missing(name, ids, entries) end
+    local count = #ids
+    ids[count + 1] = 'FORCE'
+    local entries = redis.call('XCLAIM', KEYS[7], group, consumer, '0', unpack(ids))
+    ids[count + 1] = nil
+    if #entries < count then drop_missing(name, ids, entries) end
     if #entries > 0 then return entries end
     if #gone >= MOST_GONE then return nil end
   end
@@ -133,9 +134,11 @@ end
 
 local leased, count, used, bytes, unfit = {}, 0, 0, 0, 0
 
--- The entries for which there is room; the others stay unleased. One is leased however large it is, if the caller wants
--- one: otherwise a large entry would never run.
+-- The ids and fields of the entries for which there is room; the others stay unleased. One is leased however large it is,
+-- if the caller wants one: otherwise a large entry would never run. No table for each entry: the server takes far longer
+-- to reply with one.
 local function fitting(entries)
+  local found = {}
   for i, entry in ipairs(entries) do
     local size = size_of(entry)
     if bytes + size > max_bytes and not (is_one_wanted and count == 0 and i == 1) then
@@ -143,11 +146,12 @@ local function fitting(entries)
       local rest = {}
       for j = i, #entries do rest[#rest + 1] = entries[j][1] end
       assign_pending(group, WAITING, rest)
-      return {unpack(entries, 1, i - 1)}
+      return found
     end
+    found[2 * i - 1], found[2 * i] = entry[1], entry[2]
     bytes = bytes + size
   end
-  return entries
+  return found
 end
 
 local function lease_queue(name)
@@ -159,14 +163,14 @@ local function lease_queue(name)
   if #entries == 0 and unfit > 0 then return end
   used = used + 1
   if #entries == 0 then return end
-  local count_of = crash_counts_of(entries[1][1])
-  if count_of[3] == '0' then redis.call('HDEL', KEYS[4], entries[1][1] .. 'l') end -- it is alone now
+  local count_of = crash_counts_of(entries[1])
+  if count_of[3] == '0' then redis.call('HDEL', KEYS[4], entries[1] .. 'l') end -- it is alone now
   leased[#leased + 1] = {
     name, string.format('%.0f %s %s', fence, incarnation, consumer), '',
     tonumber(count_of[3] or 0), tonumber(count_of[2] or -1), entries, '',
   }
   fence = fence + 1
-  count = count + #entries
+  count = count + #entries / 2
 end
 
 local MOST_WAITING, waiting = 1000, {}
@@ -216,7 +220,7 @@ local function add_cancellations(from, to)
   for i = from, to do names[#names + 1] = leased[i][1] end
   for i, stored in ipairs(redis.call('HMGET', CANCELED, unpack(names))) do
     local one = leased[from + i - 1]
-    if stored and less(string.match(stored, ' (.*)$'), one[6][1][1]) then
+    if stored and less(string.match(stored, ' (.*)$'), one[6][1]) then
       redis.call('HDEL', CANCELED, one[1]) -- it is over
     elseif stored then
       one[7] = stored
