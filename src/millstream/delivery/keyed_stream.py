@@ -26,7 +26,7 @@ from millstream.handlers.limits import Share
 from millstream.model import Retry
 from millstream.redis_client.call import Call
 from millstream.redis_client.client import Client, raise_if_error
-from millstream.redis_client.key_names import REDRIVE_FIELD, is_edited
+from millstream.redis_client.key_names import is_edited
 from millstream.redis_client.resp import Arg, Reply
 from millstream.redis_client.scripts import Script
 
@@ -529,7 +529,7 @@ class KeyedStream(ReliableStream):
         for one, entry_id in zip(deliveries, ids, strict=True):
             if one.may_have_crash_counts:
                 unit.clear_crash_counts(*crash_counts_of(entry_id))
-            if one.pairs[0] == REDRIVE_FIELD and is_edited(one.pairs):
+            if is_edited(one.pairs):
                 unit.add_copy(entry_id)
         return unit
 

@@ -58,9 +58,7 @@ class CompletionQueue:
                 self._await_notification(timeout_s)
             self._is_idle = False
         ended = self._is_closed
-        collected: list[FinishedRun] = []
-        while self._finished and len(collected) < self._batch:
-            collected.append(self._finished.popleft())
+        collected = [self._finished.popleft() for _ in range(min(len(self._finished), self._batch))]
         return collected, ended and not self._finished
 
     def _await_notification(self, timeout_s: float | None) -> bool:

@@ -115,13 +115,13 @@ class HandlerSteps:
 
     def run_async(self, message: Message, state: bytes = b"") -> Coroutine[Any, Any, Outcome]:
         """Run an async handler once. A coroutine, without one more around the attempt where there is nothing to add."""
-        if self._has_key or self._tracing is not NO_TRACING:
+        if self._has_key and (refusal := check_key(self.handler, message)) is not None:
+            return _refused(refusal)
+        if self._tracing is not NO_TRACING:
             return self._run_traced(message, state)
         return attempt(self.handler, message, state, self.deadlines)
 
     async def _run_traced(self, message: Message, state: bytes) -> Outcome:
-        if self._has_key and (refusal := check_key(self.handler, message)) is not None:
-            return refusal
         with self._tracing.process_span(self.handler.label, message) as span:
             return _traced(span, await attempt(self.handler, message, state, self.deadlines))
 
@@ -222,6 +222,10 @@ def _message(delivery: Delivery, pairs: Sequence[bytes]) -> Message:
     if lease is None:
         return Message(stream.stream, delivery.id.decode(), pairs[:], None, delivery.attempt, stream.token)
     return Message(stream.stream, delivery.id.decode(), pairs[:], lease.key, delivery.attempt, lease.fence)
+
+
+async def _refused(refusal: DeadLettered) -> Outcome:
+    return refusal
 
 
 def _traced(span: TracedRun, outcome: Outcome) -> Outcome:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextvars import copy_context
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -322,22 +323,25 @@ class AsyncRunner(_Start):
         elif delivery.lease is None:
             outcome = await self._steps.run_async(message)
         else:
-            outcome = self._steps.canceled(delivery) or await self._run_leased(delivery, message, delivery.lease.state)
+            run = (
+                self._steps.run_async
+                if self._permits is None
+                else partial(self._run_permitted, self._permits, delivery)
+            )
+            outcome = self._steps.canceled(delivery) or await run(message, delivery.lease.state)
             self._steps.cancel_rest(delivery, outcome)
         self._finish(delivery)
         return outcome
 
-    async def _run_leased(self, delivery: Delivery, message: Message, state: bytes) -> Outcome:
-        if self._permits is None:
-            return await self._steps.run_async(message, state)
-        permit = self._permits.continued(delivery, message) or await self._ask(self._permits, delivery, message)
+    async def _run_permitted(self, permits: RunPermits, delivery: Delivery, message: Message, state: bytes) -> Outcome:
+        permit = permits.continued(delivery, message) or await self._ask(permits, delivery, message)
         if not isinstance(permit, RunPermit):
             return permit
         try:
             return await self._steps.run_async(message, state)
         finally:
             self._finish(delivery)
-            self._permits.keep(delivery, permit)
+            permits.keep(delivery, permit)
 
     # Permits: a thread asks for them, so that the loop does not wait for Redis. What is asked and returned during one of
     # its round trips shares the next one.
