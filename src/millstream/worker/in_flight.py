@@ -243,7 +243,7 @@ class InFlight:
     def slice_length(self) -> int:
         """How many entries of a key to lease at once: about 50 ms of work, so that the keys share the worker fairly.
 
-        With lists, as many as fill one.
+        A lease and its commit cost Redis as much as several messages. With lists, as many as fill one.
         """
         if self._list_size:
             return self._list_size
