@@ -5,9 +5,11 @@ import pytest
 from millstream import Retry
 from millstream.admin.key_queues import park
 from millstream.delivery.keyed_stream import KeyedStream, LeaseRelease
+from millstream.handlers.attempt import Done
 from millstream.redis_client.client import Client
 from millstream.redis_client.replies import mapping_of
 from millstream.worker.running import losses
+from millstream.worker.settling.key_committer import KeyCommitter
 from tests.support.keyed_fixtures import (
     HOUR_MS,
     KEYS,
@@ -26,7 +28,7 @@ from tests.support.keyed_fixtures import (
     violations,
 )
 from tests.support.waiting import eventually
-from tests.support.workers import double, make, outputs, working
+from tests.support.workers import double, make, make_context, outputs, working
 
 pytestmark = [pytest.mark.keys]
 
@@ -212,3 +214,20 @@ def test_a_lease_whose_reply_was_lost_ends_without_a_crash_count_and_known_lease
     assert worker.recover_leases([known], run=100) == (0, 1)
     assert commit(known)
     assert [(ids(one), one.queued[0].deliveries) for one in lease_keys(worker).leases] == [([3, 4], 1)]
+
+
+def test_a_run_whose_entry_left_flight_meanwhile_commits_nothing_of_its_key(client: Client) -> None:
+    worker = routed(client, "AAB")
+    context = make_context(client, make(double, key="key"))
+    committer = KeyCommitter(context, release=lambda released: None, on_lease_end=lambda stream: None)
+    leases = lease_keys(worker).leases
+    context.in_flight.add_leases(leases, 0)
+    for lease in leases:
+        for one in lease.entries:
+            one.running = one.finished = True
+        lease.queued.clear()
+        lease.last_run = lease.entries[-1]
+    context.in_flight.remove(leases[0].entries[:1])
+    committer.settle([((one,), Done((), b"")) for lease in leases for one in lease.entries])
+    assert [lease.expired for lease in leases] == [True, False]
+    assert client.execute("HGET", worker._store.keys("in").meta, "committed") == b"1"
