@@ -520,8 +520,8 @@ def test_a_stop_leaves_no_room_for_entries_however_many_it_releases() -> None:
 def test_the_less_time_its_messages_take_the_more_of_a_key_a_worker_leases_at_once() -> None:
     in_flight = InFlight(WorkerPolicy(), 1)
     lengths = [in_flight.slice_length]
-    for run_ms in (0.01, 10.0, 1_000.0):
-        for _ in range(50):
+    for run_ms in (0.01, 0.5, 1.0, 2.0, 10.0, 1_000.0):
+        for _ in range(200):
             in_flight.on_run_time(run_ms)
         lengths.append(in_flight.slice_length)
-    assert lengths == [16, 64, 5, 1]
+    assert lengths == [16, 64, 32, 16, 16, 5, 1]

@@ -14,7 +14,7 @@ from millstream.worker.policy import WorkerPolicy
 
 _LONG_WAIT_MS = 1_000.0
 _SLICE_MS = 50.0
-_FIRST_SLICE, _LONGEST_SLICE = 16, 64
+_USUAL_SLICE, _LONGEST_SLICE, _LONG_SLICE_MS = 16, 64, 16.0
 _WEIGHT = 0.2
 DELAY_THREAD = "millstream-delay"
 """Name of a thread that adds entries to the buffer after a delay."""
@@ -241,13 +241,15 @@ class InFlight:
 
     @property
     def slice_length(self) -> int:
-        """How many entries of a key to lease at once: about 50 ms of work, so that the keys share the worker fairly.
+        """How many entries of a key to lease at once: 16, or fewer, with about 50 ms of work, so that the keys share the
+        worker fairly; more, up to 64, with 16 ms of work, as a lease and its commit cost Redis as much as several messages.
 
-        A lease and its commit cost Redis as much as several messages. With lists, as many as fill one.
+        With lists, as many as fill one.
         """
-        if self._list_size:
-            return self._list_size
-        return _FIRST_SLICE if self._run_ms <= 0 else max(1, min(_LONGEST_SLICE, int(_SLICE_MS / self._run_ms)))
+        if self._list_size or self._run_ms <= 0:
+            return self._list_size or _USUAL_SLICE
+        quick = max(_USUAL_SLICE, min(_LONGEST_SLICE, int(_LONG_SLICE_MS / self._run_ms)))
+        return max(1, min(quick, int(_SLICE_MS / self._run_ms)))
 
     def on_run_time(self, run_ms: float) -> None:
         """Note how long a run of the handler took."""

@@ -14,8 +14,8 @@ from millstream.redis_client.client import Client
 from millstream.spark.source.batch_limits import NO_LIMITS, Advance, BatchLimits, NoAdvance
 from millstream.spark.source.committed_offsets import CommittedOffsets
 from millstream.spark.source.data_loss import Loss, LossPolicy, after_loss, detect_loss, recreated_stream_error
+from millstream.spark.source.early_seek import Distance, EarlySeek
 from millstream.spark.source.fair_shares import FairFill, Rotation
-from millstream.spark.source.look_ahead import Distance, LookAhead
 from millstream.spark.source.offset_bounds import Bound, id_of
 from millstream.spark.source.offset_ranges import OffsetRange, TaskSizing, assign, split_at, split_evenly
 from millstream.spark.source.offset_seek import Seek, position_after, seek
@@ -57,12 +57,12 @@ class BatchPlanner:
         self._info_cache = StreamInfoCache(client, clock=clock)
         self._unchanged_streams = UnchangedStreams()
         self._rotation = Rotation()
-        self._look_ahead = LookAhead(client)
+        self._early_seek = EarlySeek(client)
         self._warned: set[str] = set()
 
     def close(self) -> None:
         """End what the planner does in the background."""
-        self._look_ahead.end()
+        self._early_seek.end()
 
     # --- offsets of a query ---
 
@@ -226,15 +226,15 @@ class BatchPlanner:
         for name, position in self._seek_ends(backlogs, partial).items():
             ends[name] = position or backlogs[name].end
             is_counted = is_counted and position is not None
-        self._look_ahead.prepare(
+        self._early_seek.prepare(
             {name: Distance(ends[name], share, backlogs[name].info) for name, share in partial.items()}
         )
         return ends, sum(min(share, sizes[name]) for name, share in shares.items()) if is_counted else None
 
     def _seek_ends(self, backlogs: Mapping[str, "Backlog"], shares: Mapping[str, int]) -> dict[str, Position | None]:
         """Return the position after the share of each stream; None where entries before the end were deleted."""
-        self._look_ahead.end()
-        reached = {name: self._look_ahead.furthest(name, backlogs[name].start, share) for name, share in shares.items()}
+        self._early_seek.end()
+        reached = {name: self._early_seek.furthest(name, backlogs[name].start, share) for name, share in shares.items()}
         rest = {name: shares[name] - count for name, (_, count) in reached.items()}
         seeks = {name: Seek(at.id, rest[name], 1) for name, (at, _) in reached.items() if rest[name]}
         positions: dict[str, Position | None] = {name: at for name, (at, _) in reached.items()}
@@ -258,11 +258,11 @@ class BatchPlanner:
         return Position(last, None) if last is not None and last < info.tail.id else info.tail
 
     def plan_tasks(self, start: Positions, end: Positions) -> list[list[OffsetRange]]:
-        """Plan the tasks of the batch from `start` to `end`, and look ahead for the end of the next one.
+        """Plan the tasks of the batch from `start` to `end`, and begin to seek the end of the next one.
 
         With `failOnDataLoss` raises DataLoss for lost entries.
         """
-        self._look_ahead.begin()
+        self._early_seek.begin()
         moved = {name: at for name, at in start.items() if name in end and at != end[name]}
         starts = self._committed.rewind(moved)
         bounds = {name: (at, end[name]) for name, at in starts.items() if end[name].id > at.id}

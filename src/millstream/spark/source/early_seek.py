@@ -1,4 +1,4 @@
-"""LookAhead: finds where the next batch may end while Spark processes this one.
+"""EarlySeek: finds where the next batch may end while Spark processes this one.
 
 Redis walks over the entries of a batch to find its end (`offset_seek`), and meanwhile no task has anything to do. So a
 thread seeks on behind the batch that was planned last, in steps, and the next plan continues after the last step that
@@ -39,7 +39,7 @@ class Reached(NamedTuple):
     entries: int
 
 
-class LookAhead:
+class EarlySeek:
     """Seeks behind the end of a batch. What it finds only saves time; one thread uses it.
 
     Entries that are deleted after it has counted them make the next batch smaller, as entries do that are deleted
@@ -80,7 +80,7 @@ class _SeekThread(threading.Thread):
     """Seeks in each stream, step by step. `found`: the start and the end of each step, once the thread has ended."""
 
     def __init__(self, client: Client, distances: Mapping[str, Distance]) -> None:
-        super().__init__(name="millstream-look-ahead", daemon=True)
+        super().__init__(name="millstream-early-seek", daemon=True)
         self._client = client
         self._distances = distances
         self._ending = threading.Event()
@@ -97,7 +97,7 @@ class _SeekThread(threading.Thread):
         try:
             results = seek(self._client, seeks, give_up=self._ending.is_set)
         except RedisError as error:
-            logger.debug("cannot seek ahead of a batch: %s; the next plan seeks from its start", error)
+            logger.debug("cannot seek the end of the next batch: %s; the next plan seeks from its start", error)
             return
         for stream, (ids, info) in results.items():
             start, _, before = self._distances[stream]

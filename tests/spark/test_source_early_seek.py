@@ -12,7 +12,7 @@ from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.spark.source.batch_limits import Advance, BatchLimits
 from millstream.spark.source.batch_planner import BatchPlanner
-from millstream.spark.source.look_ahead import Distance, LookAhead
+from millstream.spark.source.early_seek import Distance, EarlySeek
 from millstream.spark.source.offset_seek import Seek, seek
 from millstream.spark.source.offsets import BEGINNING, Offsets, Position
 from millstream.spark.source.options import parse
@@ -60,21 +60,21 @@ def plan(planned_by: BatchPlanner, start: Offsets, limit: int) -> Offsets:
 
 def await_seek() -> None:
     for thread in threading.enumerate():
-        if thread.name == "millstream-look-ahead":
+        if thread.name == "millstream-early-seek":
             thread.join(FAIL_SAFE_S)
             assert not thread.is_alive()
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(1, 25_000), min_size=2, max_size=5))
-def test_batches_end_where_they_would_end_without_the_look_ahead(unchanging: Client, limits: list[int]) -> None:
-    looking_ahead, at = planner(unchanging), START
+def test_batches_end_where_they_would_end_without_the_early_seek(unchanging: Client, limits: list[int]) -> None:
+    seeking_early, at = planner(unchanging), START
     for limit in limits:
         if at["s"].id == EntryId(LENGTH, 0):
             return
         without = planner(unchanging).plan_next(at, BatchLimits(max_entries=limit))
         assert isinstance(without, Advance)
-        at = plan(looking_ahead, at, limit)
+        at = plan(seeking_early, at, limit)
         assert at == without.end
 
 
@@ -90,7 +90,7 @@ def test_the_next_batch_of_the_same_size_is_planned_without_a_seek(filled: Clien
     assert "xreadgroup" not in found
 
 
-def test_a_larger_batch_seeks_only_what_was_not_found_ahead(filled: Client) -> None:
+def test_a_larger_batch_seeks_only_what_was_not_found_early(filled: Client) -> None:
     planned_by = planner(filled)
     at = plan(planned_by, START, 20_000)
     before = commands_run(filled.execute)
@@ -101,7 +101,7 @@ def test_a_larger_batch_seeks_only_what_was_not_found_ahead(filled: Client) -> N
     assert found["xreadgroup"] == 2  # the probe of the rights, and 5,000 entries
 
 
-def test_entries_deleted_after_the_look_ahead_make_the_batch_smaller_and_no_count_wrong(filled: Client) -> None:
+def test_entries_deleted_after_the_early_seek_make_the_batch_smaller_and_no_count_wrong(filled: Client) -> None:
     planned_by = planner(filled)
     at = plan(planned_by, START, 20_000)
     filled.execute("XDEL", "s", "30000-0")
@@ -110,16 +110,16 @@ def test_entries_deleted_after_the_look_ahead_make_the_batch_smaller_and_no_coun
     assert planned.end == {"s": Position(EntryId(40_000, 0), 40_000)}
 
 
-def test_entries_deleted_during_the_look_ahead_leave_no_count(filled: Client) -> None:
+def test_entries_deleted_during_the_early_seek_leave_no_count(filled: Client) -> None:
     before = fetch(filled, ["s"])["s"]
     assert before is not None
     filled.execute("XDEL", "s", "30000-0")
-    ahead = LookAhead(filled)
+    early = EarlySeek(filled)
     start = Position(EntryId(20_000, 0), 20_000)
-    ahead.prepare({"s": Distance(start, 20_000, before)})
-    ahead.begin()
+    early.prepare({"s": Distance(start, 20_000, before)})
+    early.begin()
     await_seek()
-    assert ahead.furthest("s", start, 20_000) == (Position(EntryId(40_001, 0), None), 20_000)
+    assert early.furthest("s", start, 20_000) == (Position(EntryId(40_001, 0), None), 20_000)
 
 
 def test_a_stream_that_was_trimmed_is_planned_from_where_it_begins_now(filled: Client) -> None:
@@ -147,19 +147,19 @@ def test_no_group_is_left_behind_by_a_seek_that_ends_early(filled: Client) -> No
     assert filled.execute("XINFO", "GROUPS", "s") == []
 
 
-def test_what_a_look_ahead_has_found_before_it_is_ended_early_is_right(filled: Client) -> None:
-    ahead = LookAhead(filled)
+def test_what_an_early_seek_has_found_before_it_is_ended_early_is_right(filled: Client) -> None:
+    early = EarlySeek(filled)
     info = fetch(filled, ["s"])["s"]
     assert info is not None
-    ahead.prepare({"s": Distance(BEGINNING, LENGTH, info)})
-    ahead.begin()
-    ahead.end()
+    early.prepare({"s": Distance(BEGINNING, LENGTH, info)})
+    early.begin()
+    early.end()
     await_seek()
-    position, count = ahead.furthest("s", BEGINNING, LENGTH)
+    position, count = early.furthest("s", BEGINNING, LENGTH)
     assert position.id.ms == position.entries_added == count
 
 
-def test_a_look_ahead_that_redis_refuses_leaves_the_plan_as_it_was(filled: Client) -> None:
+def test_an_early_seek_that_redis_refuses_leaves_the_plan_as_it_was(filled: Client) -> None:
     planned_by = planner(filled)
     planned = planned_by.plan_next(START, BatchLimits(max_entries=20_000))
     assert isinstance(planned, Advance)
