@@ -82,3 +82,14 @@ def test_every_quoted_command_exists_with_its_options(pattern: str) -> None:
 def test_a_quoted_command_that_does_not_exist_is_found(text: str, message: str) -> None:
     (found,) = wrong_quotes(text)
     assert message in found
+
+
+def test_the_table_of_commands_has_each_command() -> None:
+    page = (ROOT / "docs" / "commands.md").read_text()
+    table = page.partition("| command |")[2].partition("\n\n")[0]
+    named = {
+        name
+        for cell in re.findall(r"^\| (\[[^]]*\])", table, re.MULTILINE)
+        for name in re.findall(r"`([a-z-]+)`", cell)
+    }
+    assert named == set(COMMANDS)

@@ -86,6 +86,11 @@ class Progress:
         if self._live and not self._as_json:
             self._live.stop()
 
+    def on_starting(self) -> None:
+        """Say that Spark starts, which takes seconds, if people read it."""
+        if not self._as_json:
+            self._print("starting Spark")
+
     def on_event(self, event: Mapping[str, Any]) -> None:
         """Process one event of the supervisor."""
         with self._lock:
@@ -246,6 +251,7 @@ def run(
         _serve_run(metrics_address, url, app, progress) as (recorder, on_watch),
         DeadLetterAlerts(alert_url or None, alert_command or None) as alerts,
     ):
+        progress.on_starting()
         on_event = _on_event(app, progress, alerts, recorder)
         supervise = partial(Supervisor, on_event=on_event, on_watch=on_watch, stopping=stopping, version=__version__)
         session = partial(
