@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from millstream.cli.signals import orderly_stop, set_from_signal
+from millstream.cli.signals import interrupted_at_signals, orderly_stop, set_from_signal
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.worker]
@@ -39,3 +39,16 @@ def test_an_event_is_set_a_moment_after_the_signal() -> None:
     event = threading.Event()
     set_from_signal(event)
     assert event.wait(FAIL_SAFE_S)
+
+
+def test_the_first_signal_interrupts_the_block_and_later_ones_leave_its_clean_up_alone() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    cleaned = False
+    with interrupted_at_signals() as received:
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        cleaned = True
+    assert cleaned
+    assert received == [signal.SIGTERM, signal.SIGINT]
+    assert signal.getsignal(signal.SIGTERM) is before

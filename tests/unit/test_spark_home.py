@@ -1,11 +1,16 @@
 """Spark's home for a run on one machine: it has no archive of PySpark, and the user's own settings come first."""
 
 import os
+import signal
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from millstream.spark.run import class_archive as archive_writer
 from millstream.spark.run.spark_home import archive_name, class_archive, quick_home, use_quick_home
+from tests.support.commandline import call
 
 pytestmark = [pytest.mark.spark]
 
@@ -80,3 +85,42 @@ def test_an_archive_that_is_cut_off_is_not_used(tmp_path: Path) -> None:
 def test_an_archive_that_is_deleted_meanwhile_is_not_used(tmp_path: Path) -> None:
     (tmp_path / archive_name(4)).symlink_to(tmp_path / "deleted")
     assert class_archive(tmp_path) is None
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 1), (signal.SIGINT, 130)])
+def test_a_class_archive_command_that_is_stopped_ends_java_leaves_no_folder_and_says_so(
+    number: signal.Signals, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def launch(*_: Any, **__: Any) -> None:
+        (folder,) = _folders()
+        (folder / "classes.jsa").write_bytes(b"half")
+        proc = subprocess.Popen(["sleep", "600"], process_group=0, stdout=subprocess.DEVNULL)
+        started.append(proc)
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(archive_writer, "open_session", launch)
+    before = signal.getsignal(number)
+    stopped = call("class-archive")
+    assert (stopped.code, stopped.out) == (code, "")
+    assert stopped.err.splitlines() == ["starting Spark", "it was stopped, and no class archive was written"]
+    assert _folders() == []
+    assert started[0].poll() == -signal.SIGKILL
+    assert signal.getsignal(number) is before
+
+
+def test_folders_of_killed_class_archive_commands_are_removed_unless_one_still_runs() -> None:
+    home = use_quick_home()
+    assert home is not None
+    left = home / "class-archive-killed"
+    (left / "checkpoint").mkdir(parents=True)
+    with archive_writer._temporary_folder(home) as first:
+        assert _folders() == [first]
+        with archive_writer._temporary_folder(home) as second:
+            assert sorted(_folders()) == sorted([first, second])
+    assert _folders() == []
+
+
+def _folders() -> list[Path]:
+    return [one for one in quick_home().iterdir() if one.is_dir() and not one.is_symlink()]

@@ -1,8 +1,12 @@
 """`millstream class-archive`: writes the archive from which Spark's Java process starts more quickly."""
 
+import signal
 from dataclasses import asdict
 
+import typer
+
 from millstream.cli.options import Json
+from millstream.cli.signals import interrupted_at_signals
 from millstream.cli.terminal import print_json, print_line, print_message
 from millstream.redis_client.formats import format_size
 
@@ -15,7 +19,14 @@ def class_archive(as_json: Json = False) -> None:
     """
     from millstream.spark.run.class_archive import write_class_archive
 
-    written = write_class_archive(print_message)
+    with interrupted_at_signals() as received:
+        try:
+            written = write_class_archive(print_message)
+        except KeyboardInterrupt:
+            print_message("it was stopped, and no class archive was written")
+            if signal.SIGINT in received:
+                raise
+            raise typer.Exit(1) from None
     if as_json:
         print_json({**asdict(written), "path": str(written.path)})
     else:

@@ -27,6 +27,27 @@ def stopping_at_signals() -> threading.Event:
 
 
 @contextmanager
+def interrupted_at_signals() -> Iterator[list[int]]:
+    """Raise KeyboardInterrupt within the block at the first SIGTERM or Ctrl-C, and ignore later ones; yields those received.
+
+    For what can be left at any line, and cleans up then. For the main thread.
+    """
+    received: list[int] = []
+
+    def interrupt(number: int, _: object) -> None:
+        received.append(number)
+        if len(received) == 1:
+            raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in _STOP}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
 def orderly_stop(at_second: Callable[[], None] = lambda: None) -> Iterator[threading.Event]:
     """An event that SIGTERM and Ctrl-C set within the block, in place of their own action.
 
