@@ -2,9 +2,11 @@
 
 import signal
 import threading
+import time
 
 import pytest
 
+from millstream import App, Message
 from millstream.cli.bench import is_local
 from millstream.cli.bench_rounds import BenchRounds
 from millstream.errors import MillstreamError, Unavailable
@@ -62,6 +64,23 @@ def test_a_measurement_without_a_message_says_what_to_do(fresh_client: Client) -
     rounds = BenchRounds(fresh_client, threading.Event(), messages=MESSAGES)
     with pytest.raises(MillstreamError, match=r"no message was processed within 0\.0 s \(raw\): see millstream doctor"):
         rounds.run(0.0, lambda *_: None)
+
+
+def test_the_clock_of_a_worker_starts_after_a_tenth_of_the_messages(fresh_client: Client) -> None:
+    messages = 10_000
+    rounds = BenchRounds(fresh_client, threading.Event(), messages=messages)
+    rounds._fill("bench")
+    app, runs_at_s = App("bench"), list[float]()
+
+    @app.handler("bench", key="key")
+    def slow_at_first(_: Message) -> None:
+        if len(runs_at_s) < messages // 10:
+            time.sleep(0.001)
+        runs_at_s.append(time.perf_counter())
+
+    count, took_s = rounds._measure(app.handlers["slow_at_first"], 0.0)
+    assert 0 < count <= messages * 0.9
+    assert took_s <= time.perf_counter() - runs_at_s[messages // 10 - 1]
 
 
 def test_an_empty_local_redis_is_measured_with_the_rights_of_its_page_without_a_question_and_empty_afterwards(
