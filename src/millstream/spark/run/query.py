@@ -31,7 +31,7 @@ Event = Mapping[str, Any]
 T = TypeVar("T")
 
 MAX_FAILURES = 10
-"""Failures in a row, without progress, after which the run stops."""
+"""Failures in a row, without progress, that are followed by a restart; the run stops at the next one."""
 
 WAITS_MS = (1_000.0, 30_000.0)
 """The wait after the first of these failures, and the longest, in milliseconds."""
