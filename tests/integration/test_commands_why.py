@@ -109,7 +109,10 @@ def test_a_pause_and_the_lack_of_workers_are_said(fresh_client: Client, stream: 
     assert (found["paused"], found["alive"]) == (True, 0)
     assert "shop.pay is paused by an operator, since " in found["why"]
     assert "No worker and no run of shop.pay is alive." in found["why"]
-    assert found["mend"] == ["millstream resume shop.pay", "millstream worker shop.py  # the file of the app shop"]
+    assert found["mend"] == [
+        "millstream resume shop.pay",
+        'millstream worker FILE.py  # FILE.py: the file with App("shop")',
+    ]
 
 
 def test_a_message_that_runs_for_long_is_found_by_its_id(fresh_client: Client, stream: KeyedStream) -> None:

@@ -194,7 +194,7 @@ def consumers(client: Client, now_ms: int) -> Iterator[Expected]:
         since_ms=now_ms,
         measured=True,
         link=of_handler("held"),
-        command="millstream worker shop.py",
+        command="millstream worker FILE.py",
     )
     yield Expected(
         check="dead-consumers",
@@ -240,7 +240,7 @@ def backlogs(client: Client, now_ms: int) -> Iterator[Expected]:
         since_ms=began_ms,
         measured=True,
         link=of_handler("waiting"),
-        command="millstream worker shop.py",
+        command="millstream worker FILE.py",
     )
     yield Expected(
         check="late",
@@ -290,7 +290,7 @@ def on_spark(client: Client, now_ms: int) -> Iterator[Expected]:
         since_ms=began_ms,
         measured=True,
         link="/queries",
-        command="millstream run shop.py",
+        command="millstream run FILE.py",
     )
     yield Expected(
         check="failed-queries",
@@ -299,7 +299,7 @@ def on_spark(client: Client, now_ms: int) -> Iterator[Expected]:
         rf"the last failure is {SECRET}; mend its cause, and start a new run, which takes over\.",
         since_ms=began_ms,
         link="/queries",
-        command="millstream run shop.py",
+        command="millstream run FILE.py",
     )
     yield Expected(
         check="failed-queries",
@@ -307,7 +307,7 @@ def on_spark(client: Client, now_ms: int) -> Iterator[Expected]:
         sentence=rf"shop\.bill: its query has failed 2 times in a row, .* is {SECRET}; .*",
         since_ms=began_ms + 1,
         link="/queries",
-        command="millstream run shop.py",
+        command="millstream run FILE.py",
     )
 
 

@@ -67,7 +67,7 @@ def test_the_overview_says_what_needs_attention_since_when_and_the_command(clien
     page = browser.get("/")
     assert "problem app.handle: 1 entry waits, the oldest for " in page.text
     assert "nothing processes them. Since 20" in page.text
-    assert "Show millstream worker app.py" in page.text
+    assert "Show millstream worker FILE.py" in page.text
     assert "/handler?name=app.handle" in page.links
 
 

@@ -35,7 +35,7 @@ def test_a_worker_that_cannot_continue_has_crashed_on_no_message(client: Client)
     record_restart(client, "app", Restart(worker="w", incarnation="w-0", cause=cause))
     finding = only(client, "restarts")
     assert (finding.why or "").endswith(cause)
-    assert finding.mend[0].startswith("millstream worker app.py")
+    assert finding.mend[0].startswith("millstream worker FILE.py")
 
 
 def test_keys_of_the_wrong_type_are_a_problem(client: Client) -> None:

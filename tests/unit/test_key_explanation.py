@@ -71,7 +71,7 @@ LIMIT = LimitWait(value=b"acme", fields=(b"tenant",), running=4, waiting=12, rat
 TRY_NOW = (
     "millstream key park shop.pay ann && millstream key unpark shop.pay ann  # to try it now, with all its attempts"
 )
-START = "millstream worker shop.py  # the file of the app shop"
+START = 'millstream worker FILE.py  # FILE.py: the file with App("shop")'
 
 
 def report(
@@ -150,7 +150,7 @@ def report(
         (
             report(READY, handler={"consumers": 0, "engine": "spark"}),
             "No worker and no run of shop.pay is alive.",
-            ("millstream run shop.py  # the file of the app shop",),
+            ('millstream run FILE.py  # FILE.py: the file with App("shop")',),
         ),
         (
             report(READY, handler={"pause": Pause()}),

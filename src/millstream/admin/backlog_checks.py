@@ -135,7 +135,7 @@ def check_stages(data: Data) -> Iterator[Finding]:
                 what=f"stage {escape(app)}.{escape(stage)}: {pluralize(sum(one.lag or 0 for _, one in old), 'entry waits', 'entries wait')}, "
                 f"the oldest for {format_age(oldest_ms)}, on {named_streams(stream for stream, _ in old)}",
                 why=_why_late(data, (app, stage), is_alive=any(one.alive for _, one in old)),
-                mend=(start_command("spark", quoted(app)),),
+                mend=(start_command("spark", app),),
             )
 
 
@@ -158,7 +158,7 @@ def check_failed_queries(data: Data) -> Iterator[Finding]:
             what=f"{'' if is_handler else 'stage '}{escape(label)}: its query has failed {query.failures:,} times in a row, "
             "and committed nothing in between",
             why=f"the last failure is {query.last_failure or 'unknown'}; mend its cause, and start a new run, which takes over",
-            mend=(start_command("spark", quoted(app)),),
+            mend=(start_command("spark", app),),
         )
 
 

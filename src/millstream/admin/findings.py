@@ -57,8 +57,9 @@ def merge_unchecked(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def start_command(engine: Engine, app: str) -> str:
-    """The command that starts workers, or a run on Spark, of an app."""
-    return f"millstream {'worker' if engine == 'workers' else 'run'} {app}.py  # the file of the app {app}"
+    """The command that starts workers, or a run on Spark, of an app. Redis does not know the app's file."""
+    command = "worker" if engine == "workers" else "run"
+    return f'millstream {command} FILE.py  # FILE.py: the file with App("{escape(app)}")'
 
 
 def named_streams(names: Iterable[str]) -> str:
