@@ -324,10 +324,12 @@ def _start_java(conf: SparkConf) -> None:
         os.close(writer)
         log.join(_LOG_END_S)
         reason = log.reason() or str(error)
-        if _was_killed(java_of_failed_launch(error)) or _LAUNCHER_WAS_KILLED.fullmatch(reason):
-            raise PipelineFailed(JAVA_ENDED) from error
         home = os.environ.get("JAVA_HOME")
         java = shutil.which("java", path=str(Path(home) / "bin") if home else None)
+        if home and java is None:  # Spark's script may have another one from conf/spark-env.sh, so it was tried
+            raise ConfigError(f"JAVA_HOME is {home!r}, which has no bin/java: correct or unset it") from error
+        if _was_killed(java_of_failed_launch(error)) or _LAUNCHER_WAS_KILLED.fullmatch(reason):
+            raise PipelineFailed(JAVA_ENDED) from error
         hint = "check --spark-master and --conf" if java else "install Java 17 or later, or set JAVA_HOME"
         raise ConfigError(f"Spark's Java process cannot start: {reason}; {hint}") from error
     os.close(writer)
