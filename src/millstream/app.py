@@ -252,7 +252,7 @@ def _check_module_name(path: Path) -> None:
     if "." in name or name.startswith("__"):
         raise ConfigError(f"{path.name!r} cannot be imported by its name, as Spark's workers must; rename it")
     if name in sys.stdlib_module_names:
-        raise ConfigError(f"{path.name!r} would shadow Python's own module {name!r} in Spark's workers; rename it")
+        raise ConfigError(f"{path.name!r} would shadow Python's own module {name!r}; rename it")
     try:
         found = importlib.util.find_spec(name)
     except ValueError:  # a module without a spec, created by hand
@@ -262,11 +262,12 @@ def _check_module_name(path: Path) -> None:
 
 
 def _check_neighbours(folder: Path) -> None:
-    """Raise ConfigError if a file beside the app would shadow a standard module, in any process."""
+    """Raise ConfigError if a file beside the app has the name of a standard module: imports may find it instead, in any process."""
     shadowing = [path.name for path in folder.glob("*.py") if path.stem in sys.stdlib_module_names]
     if shadowing:
         raise ConfigError(
-            f"{sorted(shadowing)[0]!r}, beside the app, would shadow Python's own module in Spark's workers; rename it"
+            f"{sorted(shadowing)[0]!r}, beside the app, has the name of a module of Python, which imports would then find "
+            "instead; rename it"
         )
 
 

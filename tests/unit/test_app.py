@@ -327,7 +327,9 @@ def test_a_file_with_a_dash_in_its_name_is_loaded(tmp_path: Path, monkeypatch: p
 def test_a_file_beside_the_app_that_hides_a_module_of_python_is_refused(tmp_path: Path) -> None:
     (tmp_path / "neighbour_app.py").write_text("")
     (tmp_path / "json.py").write_text("")
-    with pytest.raises(ConfigError, match=r"'json\.py', beside the app, would shadow"):
+    with pytest.raises(
+        ConfigError, match=r"^'json\.py', beside the app, has the name of a module of Python, .*; rename it$"
+    ):
         load_app(f"{tmp_path}/neighbour_app.py:app")
     assert str(tmp_path) not in sys.path
 
