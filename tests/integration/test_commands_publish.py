@@ -139,6 +139,7 @@ def test_one_entry_is_published_from_fields_on_the_command_line(client: Client) 
         (("x.csv", "a=1"), "give one file, or fields as NAME=VALUE, not 'a=1'"),
         (("a=1", "--null", "NA"), "--format and --null are for files"),
         (("./a=b.csv",), "cannot read './a=b.csv'"),
+        (("device",), "'device' is neither NAME=VALUE nor a file that ends in .csv, .jsonl or .ndjson"),
     ],
 )
 def test_arguments_that_are_neither_a_file_nor_fields_are_wrong_usage(
@@ -154,7 +155,10 @@ def test_a_file_that_cannot_be_read_is_wrong_usage(client: Client, tmp_path: Pat
         done = call("publish", "s", file, "--format", "csv", url=client.url)
         assert done.code == 2
         assert "cannot read" in done.err
-    assert call("publish", "s", "data.parquet", url=client.url).code == 2
+    (tmp_path / "data.parquet").write_bytes(b"")
+    done = call("publish", "s", str(tmp_path / "data.parquet"), url=client.url)
+    assert done.code == 2
+    assert "data.parquet': add --format csv or --format jsonl" in done.err
 
 
 def test_publish_trims_the_stream_and_keeps_the_rate(client: Client, tmp_path: Path) -> None:

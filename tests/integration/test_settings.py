@@ -58,7 +58,8 @@ def test_the_url_of_the_file_applies_to_all_commands(client: Client, folder: Pat
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[tail]\nlimmit = 4\n", "unknown option 'limmit' in [tail]; use"),
+        ("[tail]\nlimmit = 4\n", "unknown option 'limmit' in [tail]; did you mean 'limit'?"),
+        ("[tail]\nzzz = 4\n", "unknown option 'zzz' in [tail]; use"),
         ("[tial]\nlimit = 4\n", "unknown section 'tial'; use url, or a section with the name of a command"),
         ("[tail\n", "cannot read the file"),
         ("tail = 1\n", "'tail' must be a section: [tail]"),
@@ -71,6 +72,13 @@ def test_an_error_in_the_file_is_reported_in_one_line(client: Client, folder: Pa
     refused = call(*words, url=client.url)
     assert (refused.code, refused.err.count("\n")) == (2, 1)
     assert message in refused.err
+
+
+def test_a_file_that_does_not_exist_is_named_once(folder: Path) -> None:
+    refused = call("tail", "s", "--config", "nofile.toml")
+    assert (refused.code, refused.err) == (2, "error: cannot read the file 'nofile.toml': no such file\n")
+    refused = call("tail", "s", "--config", str(folder))
+    assert refused.err == f"error: cannot read the file '{folder}': Is a directory\n"
 
 
 def test_a_misspelt_variable_is_a_warning_and_variables_of_other_programs_are_none(

@@ -13,7 +13,7 @@ from typer.core import TyperOption
 
 from millstream.cli.options import parameters_of
 from millstream.cli.terminal import print_message
-from millstream.errors import ConfigError, install_hint
+from millstream.errors import ConfigError, did_you_mean, install_hint
 
 _DEFAULT_FILE = Path("millstream.toml")
 _PREFIX = "MILLSTREAM_"
@@ -118,7 +118,10 @@ def _as_list(names: str | Sequence[str]) -> Sequence[str]:
 def _read(file: Path, path: Sequence[str], parameters: Mapping[str, str], commands: Collection[str]) -> dict[str, Any]:
     try:
         values: Any = tomllib.loads(file.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except OSError as error:
+        reason = "no such file" if isinstance(error, FileNotFoundError) else error.strerror
+        raise ConfigError(f"cannot read the file {str(file)!r}: {reason}") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"cannot read the file {str(file)!r}: {error}") from error
     for name in values.keys() - {"url", *commands} if commands else ():
         raise ConfigError(f"{file}: unknown section {name!r}; use url, or a section with the name of a command")
@@ -128,7 +131,8 @@ def _read(file: Path, path: Sequence[str], parameters: Mapping[str, str], comman
         if not isinstance(values, dict):
             raise ConfigError(f"{file}: {name!r} must be a section: [{'.'.join(path)}]")
     for name in values.keys() - parameters.keys():
-        raise ConfigError(f"{file}: unknown option {name!r} in [{'.'.join(path)}]; use {', '.join(sorted(parameters))}")
+        hint = did_you_mean(name, parameters, f"use {', '.join(sorted(parameters))}")
+        raise ConfigError(f"{file}: unknown option {name!r} in [{'.'.join(path)}]; {hint}")
     return {parameters[name]: value for name, value in {**common, **values}.items()}
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -131,6 +132,9 @@ def _format_of(file: str) -> Format:
     for suffix, found in _BY_SUFFIX.items():
         if file.lower().endswith(suffix):
             return found
+    if file != "-" and not Path(file).exists():
+        *some, last = _BY_SUFFIX
+        raise ConfigError(f"{file!r} is neither NAME=VALUE nor a file that ends in {', '.join(some)} or {last}")
     name = "standard input" if file == "-" else repr(file)
     raise ConfigError(f"unknown format of {name}: add --format csv or --format jsonl")
 
