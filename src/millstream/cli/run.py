@@ -78,18 +78,15 @@ class Progress:
         self._shown_at = time.monotonic()
 
     def __enter__(self) -> "Progress":
-        if self._live and not self._as_json:
-            self._live.start()
+        if not self._as_json:
+            if self._live:
+                self._live.start()
+            self._print("starting Spark")  # for seconds nothing else is shown
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._live and not self._as_json:
             self._live.stop()
-
-    def on_starting(self) -> None:
-        """Say that Spark starts, which takes seconds, if people read it."""
-        if not self._as_json:
-            self._print("starting Spark")
 
     def on_event(self, event: Mapping[str, Any]) -> None:
         """Process one event of the supervisor."""
@@ -251,7 +248,6 @@ def run(
         _serve_run(metrics_address, url, app, progress) as (recorder, on_watch),
         DeadLetterAlerts(alert_url or None, alert_command or None) as alerts,
     ):
-        progress.on_starting()
         on_event = _on_event(app, progress, alerts, recorder)
         supervise = partial(Supervisor, on_event=on_event, on_watch=on_watch, stopping=stopping, version=__version__)
         session = partial(
