@@ -141,7 +141,7 @@ def test_a_java_process_that_is_killed_ends_the_run_with_one_line(asleep: Driver
         (
             (),
             {"JAVA_HOME": "/nonexistent"},
-            "error: JAVA_HOME is '/nonexistent', which has no bin/java: correct or unset it\n",
+            "error: JAVA_HOME is '/nonexistent', which has no bin/java: correct or unset it",
         ),
         ((), {"SPARK_REMOTE": "sc://127.0.0.1"}, "the variable SPARK_REMOTE is set"),
     ],
