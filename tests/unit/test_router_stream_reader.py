@@ -275,3 +275,29 @@ def test_a_subscriber_that_skips_entries_gets_those_after_them_up_to_its_limit()
     delivered = [item.id for _ in range(2) if isinstance(item := inbox.next_item(), Message)]
     assert delivered == ["3-0", "4-0"]
     assert bench.cursor().last == b"4-0", "the rest is read once there is room"
+
+
+@pytest.mark.parametrize(("first", "got"), [(3, ["4-0", "5-0"]), (5, [("3-0", None), "5-0"])])
+def test_a_subscriber_that_skips_entries_gets_none_of_them_again_after_a_trim(first: int, got: list[Any]) -> None:
+    bench = caught_up(b"s")
+    [inbox] = bench.inboxes
+    while inbox.next_item():
+        pass
+    inbox.skip = b"3-0"
+    found = {b"s": [[b"%d-0" % number, []] for number in range(first, 6)]}
+    counters = {**info(5), b"length": 6 - first, b"first-entry": found[b"s"][0]}
+    bench.reader.schedule(bench.cursor(), changed=True)
+    bench.reader.flush()
+    bench.link.answer(found)
+    bench.reader.flush()
+    bench.link.answer(found, counters)
+    items = [inbox.next_item() for _ in got]
+    assert [item.id if isinstance(item, Message) else (item.after, item.missed) for item in items] == got  # type: ignore[union-attr]
+
+
+def caught_up(*streams: bytes) -> Bench:
+    """All streams are read to their only entry."""
+    bench = Bench(*streams)
+    bench.link.answer({name: [[b"1-0", []]] for name in streams}, *[info(1)] * len(streams))
+    assert not bench.link.asked
+    return bench

@@ -167,13 +167,23 @@ class CursorTable:
             self._overflow(cursor, buffer, batch, first, start)
             self._callbacks.wake(buffer)
 
-    def report_gap(self, cursor: Cursor, reason: Reason, after: bytes, missed: int | None = None) -> None:
-        """Report to the cursor's subscribers that entries are missing after the id `after`."""
+    def report_gap(
+        self, cursor: Cursor, reason: Reason, after: bytes, missed: int | None = None, *, left: bytes = ZERO
+    ) -> None:
+        """Report to the cursor's subscribers that entries are missing after the id `after`.
+
+        `left`: where they were trimmed, the first id that was not.
+        """
         gap = Gap(stream=from_wire(cursor.key), after=after.decode(), reason=reason, missed=missed)
         self._metrics.count(m.ROUTER_GAPS, reason=reason)
         for buffer in cursor.buffers:
+            skip, own = buffer.skip, gap
+            if skip is not None and reason == "trimmed":  # the buffer has had the entries up to there
+                if id_as_numbers(left) <= id_as_numbers(skip):
+                    continue
+                own = Gap(stream=gap.stream, after=skip.decode(), reason=reason, missed=None)
             buffer.skip = None
-            buffer.batches.append(gap)
+            buffer.batches.append(own)
             self._callbacks.wake(buffer)
 
     def report_start(self, cursor: Cursor) -> None:

@@ -388,7 +388,8 @@ class StreamReader:
             self._cursors.report_gap(cursor, "recreated", cursor.deleted_at)
             cursor.deleted_at = None
         elif verdict.kind != "complete":
-            self._cursors.report_gap(cursor, verdict.kind, cursor.last, verdict.missed)
+            left = counters.first or counters.last_generated
+            self._cursors.report_gap(cursor, verdict.kind, cursor.last, verdict.missed, left=left)
         if verdict.kind != "complete" and counters.first is None:  # every entry is gone: report that once
             cursor.last, cursor.proven = counters.last_generated, False
         elif result.present:
