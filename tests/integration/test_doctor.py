@@ -301,7 +301,7 @@ def test_pending_entries_of_dead_workers_are_a_problem_and_empty_consumers_a_war
     Group(client, "in", KEYS.group).create_consumer("empty")
     holding, empty = found(diagnose(client, **at_once), "dead-consumers")
     assert (holding.severity, "2 pending entries of dead" in holding.what) == ("problem", True)
-    assert holding.mend[0].startswith("millstream worker app")
+    assert holding.mend[0].startswith('millstream worker FILE.py  # FILE.py: the file with App("app")')
     assert (empty.severity, "(empty)" in empty.what) == ("warning", True)
     waiting = only(client, "waiting", **at_once)
     assert (waiting.severity, waiting.what.startswith("app.handle: 3 entries wait")) == ("problem", True)
