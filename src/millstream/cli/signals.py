@@ -5,6 +5,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 _STOP = (signal.SIGTERM, signal.SIGINT)
 
@@ -27,6 +28,17 @@ def stopping_at_signals() -> threading.Event:
 
 
 @contextmanager
+def _handled_by(handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """Call `handler` at SIGTERM and Ctrl-C within the block, in place of what was set before."""
+    before = {number: signal.signal(number, handler) for number in _STOP}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+@contextmanager
 def interrupted_at_signals() -> Iterator[list[int]]:
     """Raise KeyboardInterrupt within the block at the first SIGTERM or Ctrl-C, and ignore later ones; yields those received.
 
@@ -39,12 +51,8 @@ def interrupted_at_signals() -> Iterator[list[int]]:
         if len(received) == 1:
             raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in _STOP}
-    try:
+    with _handled_by(interrupt):
         yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager
@@ -63,11 +71,7 @@ def orderly_stop(at_second: Callable[[], None] = lambda: None) -> Iterator[threa
             at_second()
         set_from_signal(stopping)
 
-    before = {number: signal.signal(number, stop) for number in _STOP}
-    try:
+    with _handled_by(stop):
         yield stopping
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
     if signal.SIGINT in received:
         raise KeyboardInterrupt
