@@ -44,8 +44,8 @@ _STACK = "-Xss16m"
 recurses for each character (StreamExecution, PROXY_ERROR), and a Java error's text is long. It takes only what is used.
 """
 FIRST_COMPILER = "-XX:TieredStopAtLevel=1"
-"""Java's second compiler takes more than half of Java's processor time in the first minutes of a run. It makes nothing quicker
-that a handler's batches need: Java moves blocks of messages, and Python processes them.
+"""Java's second compiler takes more than half of Java's processor time in the first minutes of a run. It saves
+hardly anything of a handler's batches: Java moves blocks of messages, and Python processes them.
 """
 _KEPT_LINES = 20
 _DUPLICATE_LOGGERS = ("py4j", "DataFrameQueryContextLogger", "SQLQueryContextLogger")
