@@ -19,16 +19,17 @@ OUTPUT = "departures"
 
 _CHUNK = 2_000
 _SHOWN = 10
-_READERS: Mapping[type, Callable[[str], Any]] = {
-    str: str,
+_READERS: Mapping[type, Callable[[bytes], Any]] = {
+    str: bytes.decode,
     int: int,
     float: float,
-    bool: {"true": True, "false": False}.__getitem__,
+    bool: {b"true": True, b"false": False}.__getitem__,
 }
 _FIELDS = {
-    name: next(reader for kind, reader in _READERS.items() if kind in (hint, *get_args(hint)))
+    name.encode(): (name, next(reader for kind, reader in _READERS.items() if kind in (hint, *get_args(hint))))
     for name, hint in get_type_hints(Departure).items()
 }
+"""Of each field, its name in `Departure` and what reads its value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,10 +192,12 @@ def _entries(client: Client, stream: str) -> Iterator[tuple[bytes, Sequence[byte
 
 
 def _parse(items: Sequence[bytes]) -> Departure:
-    names = [name.decode() for name in items[::2]]
-    if len(set(names)) < len(names):
+    values: dict[str, Any] = {}
+    for field_name, value in pairs_of(items):
+        name, read = _FIELDS[field_name]
+        values[name] = read(value)
+    if len(values) < len(items) // 2:
         raise ValueError("a field occurs twice")
-    values = {name: _FIELDS[name](value.decode()) for name, value in zip(names, items[1::2], strict=True)}
     return Departure(**values)
 
 

@@ -64,9 +64,13 @@ def _empty(folder: Path) -> None:
 
 @contextmanager
 def embedded_server(data_dir: Path, *, keep: bool) -> Iterator[EmbeddedServer]:
-    """Run a redis-server with its data below `data_dir`. Removes the data unless `keep`."""
+    """Run a redis-server with its data below `data_dir`. Removes the data unless `keep`.
+
+    It never rewrites its append-only file (`auto-aof-rewrite-percentage 0`): the file of a run has a few hundred MB, and
+    each rewrite would take a core from the pipeline.
+    """
     try:
-        with EmbeddedServer(data_dir=data_dir / "redis") as server:
+        with EmbeddedServer(data_dir=data_dir / "redis", extra={"auto-aof-rewrite-percentage": "0"}) as server:
             yield server
     finally:
         if not keep:

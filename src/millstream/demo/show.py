@@ -22,6 +22,7 @@ from millstream.demo.reference import expected_results
 from millstream.demo.report import Kill, Outcome, Sample
 from millstream.errors import ConfigError, PipelineFailed
 from millstream.redis_client.client import Client
+from millstream.redis_client.gc_pause import gc_paused
 from millstream.redis_client.redaction import redact_url
 
 _POLL_MS = 20
@@ -83,8 +84,9 @@ def run_demo(settings: DemoSettings, console: Console, *, clock: Clock = SYSTEM_
         run = _Run(settings, console, clock, client, pipeline, url, flights)
         finished = run.run_to_end()
         console.print("checking every flight")
-        results = read_results(client)
-        verdict = audit(expected_results(flights), results)
+        with gc_paused():
+            results = read_results(client)
+            verdict = audit(expected_results(flights), results)
         chart = data_dir / "departures.png"
         draw_chart(chart, results.departures, run.samples, run.kills)
         return Outcome(

@@ -13,10 +13,10 @@ from typing import NamedTuple, TypeVar
 
 from millstream.errors import Unavailable
 from millstream.redis_client.client import Client, raise_if_error
+from millstream.redis_client.gc_pause import gc_paused
 from millstream.redis_client.resp import Command, Reply, ReplySize
 from millstream.spark.source.data_loss import report_loss
 from millstream.spark.source.entry_segment import last_id
-from millstream.spark.source.gc_pause import gc_paused
 from millstream.spark.source.offset_ranges import OffsetRange
 from millstream.spark.source.replica_reads import ReplicaReads, Replicas
 from millstream.spark.source.reply_segments import ReceiveBuffer, ReplySegments

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pyspark.sql.datasource import InputPartition
 from pyspark.sql.types import StructType
 
+from millstream.redis_client.gc_pause import gc_paused
 from millstream.spark.error_boundary import clean_traceback, clean_tracebacks
-from millstream.spark.source.gc_pause import gc_paused
 from millstream.spark.source.offset_ranges import from_tuple
 from millstream.spark.source.options import SourceOptions
 
