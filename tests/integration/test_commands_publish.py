@@ -137,6 +137,7 @@ def test_one_entry_is_published_from_fields_on_the_command_line(client: Client) 
         (("=2",), "'=2' is not a field"),
         (("a=1", "a=2"), "'a=2': this name is given twice"),
         (("x.csv", "a=1"), "give one file, or fields as NAME=VALUE, not 'a=1'"),
+        (("device", "a=1"), "give one file, or fields as NAME=VALUE, not 'device'"),
         (("a=1", "--null", "NA"), "--format and --null are for files"),
         (("./a=b.csv",), "cannot read './a=b.csv'"),
         (("device",), "'device' is neither NAME=VALUE nor a file that ends in .csv, .jsonl or .ndjson"),

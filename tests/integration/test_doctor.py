@@ -259,7 +259,13 @@ def test_an_unsuitable_java_or_pyspark_is_found(monkeypatch: pytest.MonkeyPatch,
         return one
 
     monkeypatch.setenv("JAVA_HOME", str(tmp_path))
-    assert (spark().severity, "no Java" in spark().what) == ("warning", True)
+    wrong = spark()
+    assert (wrong.severity, f"JAVA_HOME is '{tmp_path}', which has no bin/java" in wrong.what) == ("warning", True)
+    assert wrong.mend == ("unset JAVA_HOME",)
+    monkeypatch.delenv("JAVA_HOME")
+    with monkeypatch.context() as without:
+        without.setenv("PATH", str(tmp_path))
+        assert (spark().severity, "there is no Java" in spark().what) == ("warning", True)
     for version, severity in (("1.8.0_402", "warning"), ("11.0.2", "warning"), ("21.0.1", "ok")):
         java = tmp_path / version / "bin" / "java"
         java.parent.mkdir(parents=True)

@@ -60,7 +60,8 @@ def test_the_url_of_the_file_applies_to_all_commands(client: Client, folder: Pat
     [
         ("[tail]\nlimmit = 4\n", "unknown option 'limmit' in [tail]; did you mean 'limit'?"),
         ("[tail]\nzzz = 4\n", "unknown option 'zzz' in [tail]; use"),
-        ("[tial]\nlimit = 4\n", "unknown section 'tial'; use url, or a section with the name of a command"),
+        ("[tial]\nlimit = 4\n", "unknown section 'tial'; did you mean 'tail'?"),
+        ("[xyzzy]\nlimit = 4\n", "unknown section 'xyzzy'; use url, or a section with the name of a command"),
         ("[tail\n", "cannot read the file"),
         ("tail = 1\n", "'tail' must be a section: [tail]"),
         ("[dlq.purge]\nyes = true\n", "unknown option 'yes' in [dlq.purge]"),

@@ -70,13 +70,13 @@ def check_spark() -> Iterator[Finding]:
         return
     java = _java_version()
     if java is None or java < _MIN_JAVA:
-        what = "there is no Java" if java is None else f"Java {java} is too old"
+        what, mend = _unsuitable_java(java)
         yield Finding(
             check="spark",
             severity="warning",
-            what=f"PySpark {found} is installed, and {what} in JAVA_HOME or PATH",
+            what=f"PySpark {found} is installed, and {what}",
             why=f"Spark needs Java {_MIN_JAVA} or later; workers need none",
-            mend=("apt-get install openjdk-17-jre-headless",),
+            mend=(mend,),
         )
     else:
         yield Finding(check="spark", severity="ok", what=f"PySpark {found}, Java {java}")
@@ -103,6 +103,17 @@ def _satisfies(found: str, wanted: str) -> bool:
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", text.partition("+")[0])))
+
+
+def _unsuitable_java(found: int | None) -> tuple[str, str]:
+    """What is wrong with the Java that Spark would start, of this version, or with none; and what mends it."""
+    install = "apt-get install openjdk-17-jre-headless"
+    home = os.environ.get("JAVA_HOME")
+    if found is not None:
+        return f"Java {found} is too old in JAVA_HOME or PATH", install
+    if home and not (Path(home) / "bin" / "java").exists():
+        return f"JAVA_HOME is {home!r}, which has no bin/java", "unset JAVA_HOME" if shutil.which("java") else install
+    return "there is no Java in JAVA_HOME or PATH", install
 
 
 def _java_version() -> int | None:

@@ -124,7 +124,8 @@ def _read(file: Path, path: Sequence[str], parameters: Mapping[str, str], comman
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"cannot read the file {str(file)!r}: {error}") from error
     for name in values.keys() - {"url", *commands} if commands else ():
-        raise ConfigError(f"{file}: unknown section {name!r}; use url, or a section with the name of a command")
+        hint = did_you_mean(name, {"url", *commands}, "use url, or a section with the name of a command")
+        raise ConfigError(f"{file}: unknown section {name!r}; {hint}")
     common = {"url": values["url"]} if "url" in values and "url" in parameters else {}
     for name in path:
         values = values.get(name, {})

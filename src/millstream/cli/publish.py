@@ -88,7 +88,8 @@ def _fields_of(words: Sequence[str]) -> dict[bytes, bytes] | None:
     """The fields of one entry, byte for byte as they were given; None if a file is given. Raises ConfigError."""
     if not words or "=" not in words[0].partition("/")[0]:  # ./a=b.csv is a file
         if len(words) > 1:
-            raise ConfigError(f"give one file, or fields as NAME=VALUE, not {words[1]!r}")
+            wrong = words[1] if "=" not in words[1] or _is_file(words[0]) else words[0]
+            raise ConfigError(f"give one file, or fields as NAME=VALUE, not {wrong!r}")
         return None
     return parse_fields(words)
 
@@ -126,6 +127,10 @@ def _publish_file(
             _report_failure(error, publisher, file)
             raise
     return publisher, source.count
+
+
+def _is_file(word: str) -> bool:
+    return word == "-" or word.lower().endswith(tuple(_BY_SUFFIX)) or Path(word).exists()
 
 
 def _format_of(file: str) -> Format:
