@@ -1,5 +1,6 @@
 """The sweep: each stream is read within `sweep_ms`, and one that was read for another reason only after as long."""
 
+import sys
 from collections.abc import Iterable
 
 import pytest
@@ -30,6 +31,12 @@ class Bench:
         inbox = SubscriberBuffer(name, budget, limit=10, limit_bytes=1 << 20, when_full="wait")
         self.table.add(inbox, name.encode(), b"0-0")
         return self.table.of(name.encode())[0]
+
+    def unsubscribe(self, number: int) -> Cursor:
+        """End the only subscription of a stream; return its cursor, and forget that."""
+        cursor = self.cursors.pop(number)
+        self.table.remove(*cursor.buffers)
+        return cursor
 
     def step(self) -> list[Cursor]:
         """The cursors read by one step."""
@@ -104,3 +111,15 @@ def test_the_entry_that_identifies_a_stream_is_replaced_although_messages_keep_t
         assert cursor not in bench.sweep.step()
         anchors.append(cursor.anchor)
     assert anchors[-1] in {b"%d-0" % step for step in range(2 * STEPS + 1, 3 * STEPS + 1)}, "one to two sweeps old"
+
+
+def test_the_sweep_neither_keeps_nor_reads_a_stream_that_loses_its_subscriber_while_it_is_put_off() -> None:
+    bench = Bench(STEPS)
+    for _ in range(2 * STEPS):
+        bench.step()
+    bench.read(bench.cursors)
+    for _ in range(STEPS - 1):
+        assert not bench.step(), "they are put off"
+    gone = [bench.unsubscribe(number) for number in range(STEPS // 2)]
+    assert max(map(sys.getrefcount, gone)) <= 2, "only the list and this call refer to them"
+    assert {cursor for _ in range(STEPS) for cursor in bench.step()} == set(bench.cursors)

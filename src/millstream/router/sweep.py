@@ -22,13 +22,16 @@ class Sweep:
         self._steps = max(1.0, sweep_ms / STEP_MS)
         self._credit = 0.0
         self._to_visit: list[bytes] = []
-        self._put_off: defaultdict[int, list[Cursor]] = defaultdict(list)
+        self._put_off: defaultdict[int, list[bytes]] = defaultdict(list)  # not cursors, which may go before
 
     def step(self) -> list[Cursor]:
         """The next step: returns the cursors to read now."""
         self._cursors.step += 1
         now = self._cursors.step
-        due = [cursor for cursor in self._put_off.pop(now, ()) if now - cursor.read_step >= int(self._steps)]
+        put_off = dict.fromkeys(self._put_off.pop(now, ()))
+        due = [
+            cursor for key in put_off for cursor in self._cursors.of(key) if now - cursor.read_step >= int(self._steps)
+        ]
         visits = len(self._cursors) / self._steps
         self._credit += visits
         count = int(self._credit)
@@ -47,5 +50,5 @@ class Sweep:
         at = cursor.read_step + int(self._steps)
         if at <= self._cursors.step or len(self._put_off[at]) >= most:
             return False
-        self._put_off[at].append(cursor)
+        self._put_off[at].append(cursor.key)
         return True
