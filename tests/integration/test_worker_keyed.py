@@ -222,7 +222,8 @@ def test_a_stop_returns_unstarted_keys_and_counts_no_attempt(client: Client) -> 
         return count(message, state)
 
     fill(client, 60, 6)
-    with working(client, make(slowly, key="key")) as loop:
+    two_keys_wait = replace(QUICK, threads=4)
+    with working(client, make(slowly, key="key"), policy=two_keys_wait) as loop:
         eventually(lambda: len(rows(client)) >= 3)
         loop.stop()
         eventually(lambda: loop.loop_metrics.released > 0)
