@@ -262,6 +262,7 @@ def test_a_balancer_needs_no_right_to_configure_subscribe_or_read_other_keys() -
         boss.execute("CONFIG", "SET", "notify-keyspace-events", "")
         announced(boss, "s1", "s2")
         dying = heartbeat_of(boss, "b", lease_ms=LEASE_MS).added
+        assert len(dying) == 2
         with started(deployment.urls["app"], "a") as balancer:
             added = next_added(balancer, 2)
             assert all(added[lease.stream].lease.token > lease.token for lease in dying)

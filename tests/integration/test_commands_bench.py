@@ -1,8 +1,10 @@
 """`millstream bench`: what it measures, when it asks first, and that it leaves nothing behind."""
 
+import itertools
 import signal
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -13,7 +15,7 @@ from millstream.errors import MillstreamError, Unavailable
 from millstream.redis_client.client import Client
 from millstream.redis_client.raw_loop import read_and_acknowledge
 from tests.support.commandline import call, ended, in_a_terminal, running
-from tests.support.waiting import eventually
+from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.cli]
 
@@ -66,20 +68,30 @@ def test_a_measurement_without_a_message_says_what_to_do(fresh_client: Client) -
         rounds.run(0.0, lambda *_: None)
 
 
-def test_the_clock_of_a_worker_starts_after_a_tenth_of_the_messages(fresh_client: Client) -> None:
+def test_the_clock_of_a_worker_starts_after_a_tenth_of_the_messages(
+    fresh_client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     messages = 10_000
     rounds = BenchRounds(fresh_client, threading.Event(), messages=messages)
     rounds._fill("bench")
     app, runs_at_s = App("bench"), list[float]()
+    waits, has_begun, wait = itertools.count(1), threading.Event(), rounds._wait
+
+    def noted(condition: Callable[[], bool]) -> None:
+        if next(waits) == 2:  # the first is that for a tenth
+            has_begun.set()
+        wait(condition)
 
     @app.handler("bench", key="key")
-    def slow_at_first(_: Message) -> None:
-        if len(runs_at_s) < messages // 10:
-            time.sleep(0.001)
+    def waits_at_half(_: Message) -> None:
+        if len(runs_at_s) >= messages // 2:  # else all may run before the clock starts, on a busy machine
+            has_begun.wait(FAIL_SAFE_S)
         runs_at_s.append(time.perf_counter())
 
-    count, took_s = rounds._measure(app.handlers["slow_at_first"], 0.0)
+    monkeypatch.setattr(rounds, BenchRounds._wait.__name__, noted)
+    count, took_s = rounds._measure(app.handlers["waits_at_half"], 0.0)
     assert 0 < count <= messages * 0.9
+    assert len(runs_at_s) >= messages // 10
     assert took_s <= time.perf_counter() - runs_at_s[messages // 10 - 1]
 
 

@@ -204,7 +204,9 @@ def test_pages_show_charts_without_styles_and_scripts_of_their_own_and_all_figur
         assert page.html.replace(SCRIPT, "").count("<script") == 0
         assert "style" not in page.tags
         assert " style=" not in page.html
-        for one in re.findall(r'aria-labelledby="([\w-]+) ([\w-]+)"', page.html):
+        described_by = re.findall(r'aria-labelledby="([\w-]+) ([\w-]+)"', page.html)
+        assert len(described_by) == 5
+        for one in described_by:
             assert all(page.html.count(f'id="{each}"') == 1 for each in one)
         assert "solid: added, last 10.0, largest 10.0 dashed: committed, last 10.0, largest 10.0" in page.text
         assert page.text.count("nothing recorded until") == 3, "before, between and after the samples"
