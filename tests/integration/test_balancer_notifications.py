@@ -320,10 +320,23 @@ def test_an_error_that_no_retry_can_mend_ends_the_balancer_with_its_cause(client
         client.execute("DEL", KEYS.alive)
 
 
-def test_a_weight_function_that_fails_ends_the_balancer_with_its_error(client: Client) -> None:
+@pytest.mark.parametrize("kind", [RuntimeError, SystemExit])
+def test_a_weight_function_that_fails_ends_the_balancer_with_its_error(
+    client: Client, kind: type[BaseException]
+) -> None:
     weights = [1.0]
-    with started(client.url, "a", weight=weights.pop) as balancer:
+
+    def weight() -> float:
+        if not weights:
+            raise kind("no weight")
+        return weights.pop()
+
+    announced(client, "s")
+    with started(client.url, "a", weight=weight) as balancer:
+        next_notice(balancer, StreamAdded)
         trigger_heartbeats(client)
+        assert next_notice(balancer, StreamDisowned).why == "lost contact"
         error = next_notice(balancer, Terminated).error
         assert isinstance(error, ConfigError)
-        assert "weight" in str(error)
+        assert "weight() failed: no weight" in str(error)
+        assert balancer.leases == []

@@ -58,7 +58,7 @@ class BalancerPolicy:
             return self.weight
         try:
             return check_weight(self.weight())
-        except Exception as error:  # the program's function may raise anything
+        except BaseException as error:  # the program's function may raise anything, SystemExit too
             raise ConfigError(f"weight() failed: {text_of(error)}; return a number from 0.001 to 1,000,000") from error
 
 
