@@ -236,6 +236,7 @@ def test_debug_shows_the_traceback_and_keeps_the_exit_code() -> None:
         (("nonsense",), "no such command 'nonsense'; see: millstream --help"),
         (("keys",), "no such command 'keys'; did you mean 'millstream key list'? see: millstream --help"),
         (("key", "lst"), "no such command 'lst'; did you mean 'list'? see: millstream key --help"),
+        (("rate", "shop.pay"), "no such command 'shop.pay'; use clear, set or show; see: millstream rate --help"),
         (("key", "list", "--\x1b[31m"), "no such option: --\\x1b[31m; see: millstream key list --help"),
     ],
 )

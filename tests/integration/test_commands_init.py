@@ -101,4 +101,5 @@ def test_a_file_in_place_of_the_folder_is_an_error_that_says_what_to_do(tmp_path
     (tmp_path / "file").touch()
     refused = call("init", str(tmp_path / "file"))
     assert (refused.code, refused.err.count("\n")) == (2, 1)
-    assert "name a folder that you may write to" in refused.err
+    what = f"{str(tmp_path / 'file')!r}: File exists; name a folder that you may write to, as in `millstream init shop`"
+    assert what in refused.err

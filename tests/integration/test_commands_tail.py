@@ -77,7 +77,7 @@ def test_tail_reports_missing_streams_and_patterns(client: Client) -> None:
     assert shown.err.splitlines() == [
         "no stream matches x:*",
         "emptied: the stream is empty",
-        "error: no such stream: none",
+        "error: no such stream: none; `millstream info` lists those that exist, and without --no-follow it waits for them",
     ]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from millstream.errors import ConfigError
 from millstream.services.gateway.auth import Authorizer, new_stream_tokens
 from millstream.services.web import token_reload
 from millstream.services.web.errors import Refused
@@ -47,6 +48,13 @@ def test_a_token_file_that_changes_while_the_server_starts_is_read_again(tmp_pat
         assert tokens.find(OLD) is None
 
     asyncio.run(following(Authorizer(tokens), path, body))
+
+
+def test_a_token_file_that_does_not_exist_is_named_with_the_reason(tmp_path: Path) -> None:
+    path = tmp_path / "none"
+    with pytest.raises(ConfigError) as refusal:
+        new_stream_tokens().read(path)
+    assert str(refusal.value) == f"the token file {str(path)!r} cannot be read: No such file or directory"
 
 
 @pytest.mark.parametrize("mistake", ["", "short *\n"])

@@ -1,13 +1,15 @@
 """Handlers as operators name them: `APP.HANDLER`, or `APP` for all handlers of an app."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from millstream.admin.inspection import find_handlers
-from millstream.errors import ConfigError, MillstreamError
+from millstream.errors import AccessDenied, ConfigError, MillstreamError, did_you_mean
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys, check_identifier
 
 _MAX_NAMED = 5
+_MAX_COMPARED = 1_000
+"""How many names an unknown one is compared with: each takes some microseconds."""
 
 
 def split_name(name: str) -> tuple[str, str | None]:
@@ -29,7 +31,7 @@ def find_handler(
     if handler is None:
         near = sorted({one.label for one in known if name in (one.handler, one.app)})
         raise ConfigError(f"{name!r} is not APP.HANDLER: write {' or '.join(near[:_MAX_NAMED]) or 'both names'}")
-    return _on_stream(name, [one for one in known if (one.app, one.handler) == (app, handler)], stream)
+    return _on_stream(name, [one for one in known if (one.app, one.handler) == (app, handler)], stream, known)
 
 
 def select_handlers(client: Client, name: str | None, stream: str | None) -> list[HandlerKeys]:
@@ -41,7 +43,7 @@ def select_handlers(client: Client, name: str | None, stream: str | None) -> lis
     if name is None:
         return [one for one in known if stream in (None, one.stream)]
     app, handler = split_name(name)
-    return _on_stream(name, [one for one in known if one.app == app and handler in (None, one.handler)], stream)
+    return _on_stream(name, [one for one in known if one.app == app and handler in (None, one.handler)], stream, known)
 
 
 def handler_on(client: Client, name: str, stream: str | None) -> HandlerKeys:
@@ -59,10 +61,41 @@ def handler_on(client: Client, name: str, stream: str | None) -> HandlerKeys:
     return found[0]
 
 
-def _on_stream(name: str, named: list[HandlerKeys], stream: str | None) -> list[HandlerKeys]:
+def unknown_app(client: Client, app: str) -> str:
+    """An error text: nothing of `app` has run. It names what may have been meant. Raises RedisError."""
+    try:
+        known = find_handlers(client)
+    except AccessDenied:  # to all of them
+        known = []
+    names = {one.app for one in known}
+    hint = _similar(app, names)
+    if (found := app.partition(".")[0]) in names:
+        hint = f"give the name of an app alone: {found}"
+    elif labels := _labels_of(app, known):
+        hint = f"the app of {' and '.join(labels)} is {' or '.join(one.partition('.')[0] for one in labels)}"
+    return f"no handler or stage of an app named {app!r} has run on this Redis; {hint}"
+
+
+def _on_stream(
+    name: str, named: Sequence[HandlerKeys], stream: str | None, known: Sequence[HandlerKeys]
+) -> list[HandlerKeys]:
     found = [one for one in named if stream in (None, one.stream)]
     if not found:
         what = f"handler {name!r}" if "." in name else f"handler of an app {name!r}"
-        where = f"on {stream!r}" if named else "on this Redis"
-        raise MillstreamError(f"no {what} has run {where}; millstream info shows those that have")
+        if stream is not None and named:
+            where, hint = f"on {stream!r}", _similar(stream, {one.stream for one in named})
+        else:
+            where, hint = "on this Redis", _similar(name, {one.label if "." in name else one.app for one in known})
+            if labels := _labels_of(name, known):
+                hint = f"write {' or '.join(labels)}"
+        raise MillstreamError(f"no {what} has run {where}; {hint}")
     return found
+
+
+def _labels_of(handler: str, known: Sequence[HandlerKeys]) -> list[str]:
+    """Some handlers of this name, with their apps."""
+    return sorted({one.label for one in known if one.handler == handler})[:_MAX_NAMED]
+
+
+def _similar(name: str, names: Iterable[str]) -> str:
+    return did_you_mean(name, sorted(names)[:_MAX_COMPARED], "millstream info shows those that have")

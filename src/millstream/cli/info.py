@@ -10,11 +10,12 @@ import typer
 from typer.core import TyperCommand
 
 from millstream.admin.consumption_summary import ReaderReport, summarize_readers
+from millstream.admin.handler_names import unknown_app
 from millstream.admin.inspection import inspect
 from millstream.admin.reports import Inspection
 from millstream.admin.server_checks import memory_problems
 from millstream.admin.time_inputs import Duration
-from millstream.cli.info_tables import Rates, RatesByReader, print_tables, status_of
+from millstream.cli.info_tables import Rates, RatesByReader, print_hidden, print_tables, status_of
 from millstream.cli.options import MARKUP, Json, Url, duration
 from millstream.cli.screen import show_repeatedly
 from millstream.cli.terminal import print_json, print_message
@@ -31,12 +32,14 @@ class _Snapshot:
 
     * `at_s`: when it began; `rates`: since the one before, None if there was none
     * `problems`: why Redis refuses writes
+    * `missing`: what to say if nothing of the app was found
     """
 
     at_s: float
     found: Inspection
     readers: Sequence[ReaderReport]
     problems: Sequence[str]
+    missing: str
     rates: RatesByReader | None = None
 
 
@@ -45,7 +48,9 @@ def _take(client: Client, app: str | None, before: _Snapshot | None = None) -> _
     found = inspect(client, app)
     readers = summarize_readers(found)
     rates = None if before is None else _rates(readers, before, at_s)
-    return _Snapshot(at_s=at_s, found=found, readers=readers, problems=memory_problems(client), rates=rates)
+    missing = "" if app is None or readers else unknown_app(client, app)
+    problems = memory_problems(client)
+    return _Snapshot(at_s=at_s, found=found, readers=readers, problems=problems, missing=missing, rates=rates)
 
 
 def _rates(readers: Sequence[ReaderReport], before: _Snapshot, at_s: float) -> RatesByReader:
@@ -117,7 +122,11 @@ def show(
         else:
             for problem in snapshot.problems:
                 print_message(f"{problem}; see: millstream doctor")
-            print_tables(snapshot.found, snapshot.readers, snapshot.rates, app=app, wide=wide, limit=limit)
+            if snapshot.missing:
+                print_hidden(snapshot.found)
+                print_message(snapshot.missing)
+            else:
+                print_tables(snapshot.found, snapshot.readers, snapshot.rates, wide=wide, limit=limit)
 
     with Client(url) as client:
         if watch is not None:

@@ -51,14 +51,11 @@ def print_tables(
     readers: Sequence[ReaderReport],
     rates: RatesByReader | None,
     *,
-    app: str | None,
     wide: bool,
     limit: int,
 ) -> None:
-    """Print an inspection, of `app` or of all apps, with at most `limit` rows of each table."""
-    _print_hidden(found)
-    if app is not None and not readers:
-        print_message(f"no handler or stage of an app named {app!r} has run on this Redis")
+    """Print an inspection with at most `limit` rows of each table."""
+    print_hidden(found)
     # Readers that need attention come first.
     worst = sorted(
         readers,
@@ -288,7 +285,8 @@ def _groups(stream: StreamReport) -> str:
     return ", ".join(f"{escape(group.name)} ({group.consumers:,}, {group.pending:,})" for group in foreign) or "-"
 
 
-def _print_hidden(found: Inspection) -> None:
+def print_hidden(found: Inspection) -> None:
+    """Print how many streams and handlers this user may not see."""
     things = (
         (found.hidden_streams, "stream", "streams"),
         (found.hidden_handlers, "handler on a stream", "handlers on streams"),

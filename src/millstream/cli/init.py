@@ -37,7 +37,10 @@ def init(
             with (folder / name).open("x", encoding="utf-8") as file:
                 file.write(text)
     except OSError as error:
-        raise ConfigError(f"cannot write the project: {error}; name a folder that you may write to") from error
+        what = f"{str(error.filename)!r}: {error.strerror}"
+        raise ConfigError(
+            f"cannot write the project: {what}; name a folder that you may write to, as in `millstream init {_unused()}`"
+        ) from error
     if as_json:
         print_json({"folder": str(folder), "files": list(FILES)})
         return

@@ -121,7 +121,10 @@ def _print_existing(client: Client, printer: "_Printer", names: Sequence[str], a
                     return
             sys.stdout.flush()
     if missing:
-        raise MillstreamError(f"no such stream: {', '.join(map(escape, missing))}")
+        raise MillstreamError(
+            f"no such stream: {', '.join(map(escape, missing))}; `millstream info` lists those that exist, and without "
+            "--no-follow it waits for them"
+        )
 
 
 def _missing(client: Client, empty: Sequence[str]) -> list[str]:

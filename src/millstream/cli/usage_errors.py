@@ -14,11 +14,19 @@ def describe_usage_error(error: Any, words: str) -> str:
         error.possibilities = nearest
     text = error.format_message().replace("Value error, ", "").rstrip(".")
     text = _SUGGESTION.sub(r"; did you mean \1?", f"{text[:1].lower()}{text[1:]}")
+    if text.startswith("no such command") and not text.endswith("?"):
+        text += _commands_of(error.ctx)
     if (parameter := getattr(error, "param", None)) is not None:
         text = _NO_NUMBER.sub(lambda _: f"is not {_number_of(parameter.type)}", text)
     if getattr(error, "ctx", None):
         words = error.ctx.command_path
     return f"{text}{'' if text.endswith('?') else ';'} see: {words} --help"
+
+
+def _commands_of(context: Any) -> str:
+    """The commands of a family, such as `millstream rate`, as the end of an error text; nothing of all families."""
+    names = sorted(getattr(context.command, "commands", {}))
+    return f"; use {', '.join(names[:-1])} or {names[-1]}" if context.parent is not None and len(names) > 1 else ""
 
 
 def _number_of(kind: Any) -> str:

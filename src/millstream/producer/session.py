@@ -131,6 +131,8 @@ class ProducerSession:
         patience_ms: float,
         sequence: int = 0,
     ) -> None:
+        if not stream:
+            raise ConfigError('the stream name is empty: give the name of a stream, like "orders"')
         names = StreamKeys(stream)
         self._client = client
         self._stream = stream

@@ -45,7 +45,9 @@ class TokenStore:
         """
         try:
             lines = path.read_text("utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
+        except OSError as error:
+            raise ConfigError(f"the token file {str(path)!r} cannot be read: {error.strerror}") from error
+        except UnicodeDecodeError as error:
             raise ConfigError(f"the token file {str(path)!r} cannot be read: {error}") from error
         for number, line in enumerate(lines, 1):
             token, *scopes = line.partition("#")[0].split() or [""]
