@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
-from typing import Annotated, Any, Literal, NewType, NotRequired, Required, TypedDict
+from typing import Annotated, Any, Literal, NewType, NoReturn, NotRequired, Required, TypedDict
 from uuid import UUID
 
 import msgspec
@@ -357,6 +357,32 @@ def test_an_error_in_a_models_own_code_is_a_decode_error() -> None:
 
     assert refusal(Picky, [b"a", b"-1"]) == r"Picky refuses the fields: ValueError: a must not be \x1bnegative"
     assert refusal(Picky, [b"a", b"3"]) == "Picky refuses the fields: KeyError: 3"
+
+
+class Exits(enum.Enum):
+    """Its lookup of an unknown value ends the program."""
+
+    KNOWN = "known"
+
+    @classmethod
+    def _missing_(cls, value: object) -> NoReturn:
+        sys.exit(f"no {value}")
+
+
+@dataclass
+class Exiting:
+    """It ends the program when it is made."""
+
+    a: int
+
+    def __post_init__(self) -> None:
+        sys.exit("no more")
+
+
+def test_a_message_whose_model_ends_the_program_is_refused_and_ends_none() -> None:
+    assert refusal(Exiting, [b"a", b"1"]) == "Exiting refuses the fields: SystemExit: no more"
+    model = dataclasses.make_dataclass("M", [("f", Exits)])
+    assert refusal(model, [b"f", b"other"]) == "field 'f' must be one of 'known', not 'other'"
 
 
 KINDS = (str, int, float, bytes, str | None, int | None, float | None, bool, Decimal, Colour, Point)

@@ -358,8 +358,8 @@ class _Reader(NamedTuple):
             return None
         try:
             return self.kind.convert(raw)
-        # The code of a nested model or an enum may raise anything; only this message fails.
-        except Exception as error:
+        # The code of a nested model or an enum may raise anything, SystemExit too; only this message fails.
+        except (Exception, SystemExit) as error:
             found = f"not {_shown(raw)}" if raw else "but it is empty"
             detail = f" ({_one_line(error)})" if isinstance(error, msgspec.MsgspecError) else ""
             raise DecodeError(f"field {self.field.wire!r} must be {self.kind.expected}, {found}{detail}") from error
@@ -418,15 +418,15 @@ class _Decoder:
         count = len(values) - len(keywords)  # the keyword fields are the last
         try:
             return self.build(*values[:count], **dict(zip(keywords, values[count:], strict=True)))
-        # The model's own code may raise anything; only this message fails.
-        except Exception as error:
+        # The model's own code may raise anything, SystemExit too; only this message fails.
+        except (Exception, SystemExit) as error:
             reason = f"{type(error).__name__}: {_one_line(error)}"
             raise DecodeError(f"{self.model.__name__} refuses the fields: {reason}") from error
 
     def generate(self) -> Callable[[Sequence[bytes]], object]:
         """Generate the fast function: the call that builds the model, with one expression per field.
 
-        Its `except Exception` is broad, as any failure of it means that the slow one decides, and gives the reason.
+        Its `except` is broad, as any failure of it means that the slow one decides, and gives the reason.
         """
         ours = {"build": self.build, "layouts": self.layouts, "learn": self.find_fields, "slowly": self.decode_slowly}
         scope: dict[str, Any] = _SHORTCUT_WORDS | ours
@@ -450,7 +450,7 @@ def decode(pairs):
     try:
         {raws} = (layouts.get(tuple(pairs[::2])) or learn(pairs))(pairs)
         return build({positional}{by_name})
-    except Exception:
+    except (Exception, SystemExit):
         pass
     return slowly(pairs)
 """
