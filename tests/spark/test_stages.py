@@ -1,6 +1,7 @@
 """Stages: ordinary PySpark beside the handlers of an app, started, watched and started again as they are."""
 
 import copy
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -234,6 +235,7 @@ REFUSED: list[tuple[Callable[[Any], Any], dict[str, Any], str]] = [
     ),
     (lambda rows: rows.select("nowhere"), {"into": "out"}, r"`nowhere`.*test_stages\.py, line"),
     (lambda rows: rows.no_such_method(), {"into": "out"}, r"no_such_method.*test_stages\.py, line"),
+    (lambda rows: sys.exit("no rates yet"), {}, r"no rates yet.*test_stages\.py, line"),
 ]
 
 

@@ -110,7 +110,7 @@ class StageQuery(SupervisedQuery):
         stage, begins_at = self._stage, self._context.retry_while_unavailable(self._starting_offsets, self.label)
         try:
             result = stage.function(*[self._read_input(one, begins_at) for one in stage.inputs])
-        except Exception as error:  # the user's function may raise anything
+        except (Exception, SystemExit) as error:  # the user's function may raise anything
             raise ConfigError(f"{self.label} cannot be built: {_error_line(error, stage)}") from error
         return self._check_result(result)
 
@@ -153,7 +153,7 @@ class StageQuery(SupervisedQuery):
         return result.format("redis-streams").options(url=self._context.settings.url, stream=into)
 
 
-def _error_line(error: Exception, stage: Stage) -> str:
+def _error_line(error: BaseException, stage: Stage) -> str:
     """Return the error in one line, with the line of the stage's file that it passed."""
     reason = failure_of(error).reason
     code = getattr(stage.function, "__code__", None)
