@@ -16,7 +16,7 @@ from millstream.delivery.reliable_stream import Delivery
 from millstream.redis_client.client import Client
 from millstream.spark.engine.rate_limit import RateLimit
 from millstream.testing.proxy import Proxy
-from millstream.worker.fetching.rate_limit import RateLimiter
+from millstream.worker.fetching.rate_limiter import RateLimiter
 from millstream.worker.in_flight import InFlight
 from millstream.worker.policy import TIME_LIMIT_GRACE_MS
 from millstream.worker.settling.hang_detector import HangDetector

@@ -15,7 +15,7 @@ from millstream.errors import ConfigError
 from millstream.handlers.handler import BAD_RATE
 from millstream.redis_client.client import Client
 from millstream.worker.fetching.entry_fetcher import EntryFetcher
-from millstream.worker.fetching.rate_limit import RateLimiter
+from millstream.worker.fetching.rate_limiter import RateLimiter
 from tests.support.commandline import call
 from tests.support.waiting import eventually
 from tests.support.workers import KEYS, RecordingLoop, double, fill, make, make_context, now_ms, outputs, working

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from millstream.errors import ConfigError, did_you_mean
 from millstream.redis_client import DEFAULT_URL
-from millstream.spark.limits import MAX_LONG
+from millstream.spark.greatest_numbers import MAX_LONG
 
 STATES = "reading states"
 """The use of options of the source `redis-state`."""

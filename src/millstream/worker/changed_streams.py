@@ -7,7 +7,7 @@ from millstream.errors import Unavailable
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_tracking import KeyTracker
 from millstream.redis_client.resp import Command, Reply
-from millstream.worker.timers import RoundRobin
+from millstream.worker.due_times import RoundRobin
 
 FEW_STREAMS = 8
 """So many streams are polled instead: key tracking takes a connection of its own."""

@@ -9,7 +9,7 @@ from millstream.errors import RedisError
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import StreamKeys
 from millstream.worker.changed_streams import ChangedStreams
-from millstream.worker.timers import DelayQueue
+from millstream.worker.due_times import DelayQueue
 
 
 class TrackedDelayedMessages(DelayedMessages):

@@ -25,7 +25,7 @@ from pyspark.sql.datasource import (
 
 from millstream.errors import ConfigError
 from millstream.model import LAST_ID, ZERO_ID, EntryId
-from millstream.spark.limits import MAX_TIMESTAMP_MS
+from millstream.spark.greatest_numbers import MAX_TIMESTAMP_MS
 from millstream.spark.source.read_range import NameTest, ReadRange
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)

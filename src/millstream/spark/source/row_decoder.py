@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.errors import ConfigError, DecodeError
-from millstream.spark.limits import MAX_LONG, MAX_TIMESTAMP_MS
+from millstream.spark.greatest_numbers import MAX_LONG, MAX_TIMESTAMP_MS
 from millstream.spark.source.entry_segment import Entries, Entry, EntrySegment, RawEntries
 from millstream.spark.source.field_name_case import warn_of_other_case
 

@@ -10,7 +10,7 @@ from millstream.groups import Consumer
 from millstream.worker.context import WorkerContext
 from millstream.worker.fetching.fetcher import Fetcher
 from millstream.worker.fetching.poll_wait import PollWait
-from millstream.worker.fetching.rate_limit import Permit
+from millstream.worker.fetching.rate_limiter import ReadQuota
 from millstream.worker.fetching.read_plan import ReadPlan, ReadScheduler
 
 _MIN_STREAMS, _MAX_STREAMS = 2, 64
@@ -38,17 +38,17 @@ class EntryFetcher(Fetcher[ReliableStream]):
 
     def fetch(self, room: int, stopping: threading.Event) -> None:
         """See Fetcher."""
-        if (permit := self._await_permit(stopping)) is not None:
-            self._fetch(permit, room, stopping)
+        if (quota := self._await_quota(stopping)) is not None:
+            self._fetch(quota, room, stopping)
 
-    def _fetch(self, permit: Permit, room: int, stopping: threading.Event) -> None:
-        plan = self._scheduler.next_plan(permit.counts, min(room, self._affordable()))
+    def _fetch(self, quota: ReadQuota, room: int, stopping: threading.Event) -> None:
+        plan = self._scheduler.next_plan(quota.counts, min(room, self._affordable()))
         is_whole = True
         can_wait = plan.may_wait and (len(plan.counts) == 1 or not self._client.is_cluster)
         if can_wait and self._clock.monotonic_ms() < self._empty_until_ms:
             count = min(*plan.counts.values(), _BLOCKING_COUNT) if len(plan.counts) == 1 else 1
             plan = ReadPlan(dict.fromkeys(plan.counts, count), may_wait=True)
-            found = self._read_blocking(plan, min(self._policy.block_ms, permit.until_ms))
+            found = self._read_blocking(plan, min(self._policy.block_ms, quota.until_ms))
             # A blocking read of several streams returns one entry of each, which shows nothing of the backlog of one.
             if len(plan.counts) == 1:
                 self._in_flight.on_fetched(len(plan.used_up(found)), 1)
@@ -58,7 +58,7 @@ class EntryFetcher(Fetcher[ReliableStream]):
             if found:
                 self._poll_wait.reset()
             elif plan.may_wait and not can_wait:
-                stopping.wait(min(self._poll_wait.next_ms(len(plan.counts)), permit.until_ms) / 1000)
+                stopping.wait(min(self._poll_wait.next_ms(len(plan.counts)), quota.until_ms) / 1000)
         # The next read of all may bring an entry of each, so it follows at once only if there is room for these.
         self._scheduler.on_read(plan, found, may_repeat=is_whole and self._affordable() >= len(plan.counts))
         self._loop_metrics.on_polled(sum(found.values()))

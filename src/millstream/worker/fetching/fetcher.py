@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 from millstream.delivery.reliable_stream import ReliableStream
 from millstream.worker.context import WorkerContext
-from millstream.worker.fetching.rate_limit import Permit, RateLimiter
+from millstream.worker.fetching.rate_limiter import RateLimiter, ReadQuota
 
 S_co = TypeVar("S_co", bound=ReliableStream, covariant=True)
 
@@ -39,18 +39,18 @@ class Fetcher(ABC, Generic[S_co]):
     def close(self) -> None:
         """Close the connections that it has beside that of the context."""
 
-    def _acquire_permit(self, streams: Sequence[ReliableStream]) -> Permit:
-        """Return a permit for those of `streams` that may be read now, which may be none."""
-        permit = self._rate_limiter.acquire(streams)
+    def _acquire_quota(self, streams: Sequence[ReliableStream]) -> ReadQuota:
+        """Return a quota for those of `streams` that may be read now, which may be none."""
+        quota = self._rate_limiter.acquire(streams)
         self._loop_metrics.set_waiting_for_rate(self._rate_limiter.is_waiting)
-        return permit
+        return quota
 
-    def _await_permit(self, stopping: threading.Event) -> Permit | None:
-        """Return a permit for at least one of the streams; None, after a while, if no stream may be read."""
+    def _await_quota(self, stopping: threading.Event) -> ReadQuota | None:
+        """Return a quota for at least one of the streams; None, after a while, if no stream may be read."""
         self._loop_metrics.on_poll_wanted()
-        permit = self._acquire_permit([one for one in list(self._streams.values()) if one.readable])
-        if permit.counts:
-            return permit
+        quota = self._acquire_quota([one for one in list(self._streams.values()) if one.readable])
+        if quota.counts:
+            return quota
         self._loop_metrics.on_idle()
-        stopping.wait(min(self._policy.sweep_ms, permit.until_ms) / 1000)
+        stopping.wait(min(self._policy.sweep_ms, quota.until_ms) / 1000)
         return None

@@ -13,7 +13,7 @@ from millstream.redis_client.key_names import to_wire
 from millstream.worker.context import WorkerContext
 from millstream.worker.fetching.fetcher import Fetcher
 from millstream.worker.fetching.poll_wait import PollWait
-from millstream.worker.fetching.rate_limit import Permit
+from millstream.worker.fetching.rate_limiter import ReadQuota
 from millstream.worker.running.losses import isolated_after
 
 
@@ -101,23 +101,23 @@ class KeyFetcher(LeaseFetcher):
 
     def fetch(self, room: int, stopping: threading.Event) -> None:
         """See Fetcher."""
-        if (permit := self._await_permit(stopping)) is not None:
-            self._fetch(permit, room, stopping)
+        if (quota := self._await_quota(stopping)) is not None:
+            self._fetch(quota, room, stopping)
 
-    def _fetch(self, permit: Permit, room: int, stopping: threading.Event) -> None:
+    def _fetch(self, quota: ReadQuota, room: int, stopping: threading.Event) -> None:
         now_ms = self._clock.monotonic_ms()
-        due = [name for name in permit.counts if self._due_ms.get(name, 0.0) <= now_ms]
+        due = [name for name in quota.counts if self._due_ms.get(name, 0.0) <= now_ms]
         leased = self._in_flight.oversized_bytes = 0
         self._round += 1  # each stream gets to be the first that uses the room
         at = self._round % max(1, len(due))
         for name in (*due[at:], *due[:at]):
             if leased < room and not self._in_flight.oversized_bytes:
-                leased += self._lease_from(self._streams[name], room - leased, permit.counts[name])
+                leased += self._lease_from(self._streams[name], room - leased, quota.counts[name])
         self._in_flight.on_fetched(leased, room)
         if leased:
             self._poll_wait.reset()
         elif not self._in_flight.oversized_bytes:
-            self._block(list(permit.counts), permit.until_ms, stopping)
+            self._block(list(quota.counts), quota.until_ms, stopping)
 
     def _lease_from(self, stream: KeyedStream, queues: int, count: int) -> int:
         now_ms = self._clock.monotonic_ms()

@@ -8,9 +8,9 @@ from queue import Empty, SimpleQueue
 from millstream.delivery.keyed_stream import KeyedStream, LeaseResult
 from millstream.errors import RedisError
 from millstream.worker.context import WorkerContext
+from millstream.worker.due_times import DelayQueue
 from millstream.worker.fetching.key_fetcher import LeaseFetcher
 from millstream.worker.stream_exclusion import exclude_on_error
-from millstream.worker.timers import DelayQueue
 
 AT_ONCE = 100
 SWEEP_MS_EACH = 5.0
@@ -46,12 +46,12 @@ class PipelinedKeyFetcher(LeaseFetcher):
             self._block(now_ms)
             return
         streams = self._affordable(due, now_ms)
-        permit = self._acquire_permit([one for one in streams if one.readable])
+        quota = self._acquire_quota([one for one in streams if one.readable])
         for stream in streams:
-            if stream.stream not in permit.counts:
-                self._delay_queue.put(stream.stream, now_ms + min(self._policy.sweep_ms, permit.until_ms))
-        if permit.counts:
-            leased = self._lease_from([one for one in streams if one.stream in permit.counts], permit.counts)
+            if stream.stream not in quota.counts:
+                self._delay_queue.put(stream.stream, now_ms + min(self._policy.sweep_ms, quota.until_ms))
+        if quota.counts:
+            leased = self._lease_from([one for one in streams if one.stream in quota.counts], quota.counts)
             self._in_flight.on_fetched(leased, room)
         else:
             self._loop_metrics.on_idle()

@@ -14,9 +14,9 @@ from millstream.redis_client.pipelining import call_all
 from millstream.redis_client.resp import Command
 from millstream.worker.changed_streams import ChangedStreams
 from millstream.worker.context import WorkerContext
+from millstream.worker.due_times import DelayQueue
 from millstream.worker.fetching.pipelined_key_fetcher import AT_ONCE, SWEEP_MS_EACH, PipelinedKeyFetcher
 from millstream.worker.fetching.poll_wait import POLL_MS, PollWait
-from millstream.worker.timers import DelayQueue
 
 _MOST_NAMES = 10_000
 _KEEP_NAMES_MS = 3_600_000

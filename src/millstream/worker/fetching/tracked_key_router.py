@@ -13,10 +13,10 @@ from millstream.errors import RedisError, Unavailable
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_tracking import KeyTracker
 from millstream.worker.context import WorkerContext
+from millstream.worker.due_times import DelayQueue, RoundRobin
 from millstream.worker.fetching.key_fetcher import WakeUp
 from millstream.worker.fetching.key_router import KeyRouter
 from millstream.worker.fetching.router_role import RouterRole
-from millstream.worker.timers import DelayQueue, RoundRobin
 
 logger = logging.getLogger(__name__)
 

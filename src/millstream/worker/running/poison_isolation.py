@@ -13,12 +13,12 @@ from millstream.errors import HandlerStuck, Unavailable
 from millstream.handlers.attempt import DeadLettered, Outcome, outcome_after_last_attempt
 from millstream.handlers.handler import Handler
 from millstream.redis_client.formats import format_run_time, pluralize
+from millstream.worker.due_times import DelayQueue
 from millstream.worker.in_flight import InFlight
 from millstream.worker.incarnations import ALIVE, Incarnation, ProcessEnd
 from millstream.worker.running.losses import crashes_allowed, isolated_after, loss_retry
 from millstream.worker.running.runner import Runner
 from millstream.worker.stream_exclusion import exclude_on_error
-from millstream.worker.timers import DelayQueue
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.errors import RedisError
 from millstream.handlers.attempt import DeadLettered, RetryLater, timed_out
 from millstream.worker.context import WorkerContext
+from millstream.worker.due_times import RoundRobin
 from millstream.worker.settling.idle_claims import IdleClaimer
 from millstream.worker.settling.repeated_warnings import RepeatedWarnings
 from millstream.worker.settling.stream_calls import Step, ask_all, query_by
-from millstream.worker.timers import RoundRobin
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from millstream.redis_client.key_names import REDRIVE_FIELD
 from millstream.redis_client.resp import Arg
 from millstream.worker.completion_queue import FinishedRun
 from millstream.worker.context import WorkerContext
+from millstream.worker.due_times import DelayQueue
 from millstream.worker.handler_steps import HandlerSteps
-from millstream.worker.timers import DelayQueue
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from millstream.delivery.reliable_stream import ReliableStream
 _NO_LIMIT = 1_000_000
 
 
-class Permit(msgspec.Struct, frozen=True):
-    """Permit to read up to `counts` entries of each stream in it now; another stream may be due in `until_ms`."""
+class ReadQuota(msgspec.Struct, frozen=True):
+    """Up to `counts` entries of each stream in it may be read now; another stream may be due in `until_ms`."""
 
     counts: dict[str, int]
     until_ms: float
@@ -40,10 +40,10 @@ class RateLimiter:
         self._last_due_ms = float("-inf")
         self._overrides: dict[str, RateOverride] = {}
 
-    def acquire(self, streams: Sequence[ReliableStream]) -> Permit:
-        """Return a permit for those of `streams` that may be read now. Raises RedisError."""
+    def acquire(self, streams: Sequence[ReliableStream]) -> ReadQuota:
+        """Return a quota for those of `streams` that may be read now. Raises RedisError."""
         if self._rate is None and not self._overrides and all(one.rate_override is None for one in streams):
-            return Permit(dict.fromkeys((one.stream for one in streams), _NO_LIMIT), float("inf"))
+            return ReadQuota(dict.fromkeys((one.stream for one in streams), _NO_LIMIT), float("inf"))
         if len(self._reserved) > len(self._joined):
             for name in [one for one in self._reserved if one not in self._joined]:
                 self._forget(name)
@@ -52,7 +52,7 @@ class RateLimiter:
             while not self._reserved[stream.stream]:
                 self._reserve(stream)
         waits_ms = {one.stream: self._due_ms[one.stream] - self._clock.monotonic_ms() for one in streams}
-        return Permit(
+        return ReadQuota(
             {name: self._reserved[name] for name, wait_ms in waits_ms.items() if wait_ms <= 0},
             min((wait_ms for wait_ms in waits_ms.values() if wait_ms > 0), default=float("inf")),
         )

@@ -1,10 +1,10 @@
-"""Timers: when each of many streams or messages is due next."""
+"""Due times: when each of many streams or messages is due next."""
 
 from math import inf
 
 import pytest
 
-from millstream.worker.timers import DelayQueue
+from millstream.worker.due_times import DelayQueue
 
 pytestmark = [pytest.mark.worker]
 

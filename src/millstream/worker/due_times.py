@@ -1,4 +1,4 @@
-"""Timers: when each of many streams or messages is due next, found without a pass over all of them. No I/O."""
+"""Due times: when each of many streams or messages is due next, found without a pass over all of them. No I/O."""
 
 import heapq
 from collections.abc import Hashable, Iterable
