@@ -237,6 +237,11 @@ def test_debug_shows_the_traceback_and_keeps_the_exit_code() -> None:
         (("keys",), "no such command 'keys'; did you mean 'millstream key list'? see: millstream --help"),
         (("key", "lst"), "no such command 'lst'; did you mean 'list'? see: millstream key --help"),
         (("rate", "shop.pay"), "no such command 'shop.pay'; use clear, set or show; see: millstream rate --help"),
+        (("relay", "run"), "no such command 'run'; use postgres; see: millstream relay --help"),
+        (
+            ("consumer", "pay.py:pay", "--name", "c1", "--ticket-stream", "orders"),
+            "a consumer needs --concurrency-stream-group, --master-register-api-url and --master-acknowledge-api-url; see: ",
+        ),
         (("key", "list", "--\x1b[31m"), "no such option: --\\x1b[31m; see: millstream key list --help"),
     ],
 )

@@ -12,6 +12,7 @@ from millstream.cli.config_file import require_modules
 from millstream.cli.log_output import finish_logging
 from millstream.cli.options import Connections, Json, RequestTimeout, Url, duration
 from millstream.cli.terminal import print_json, print_message
+from millstream.errors import ConfigError
 from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.deployments import parse_route
 
@@ -56,6 +57,13 @@ TimeLimit = Annotated[
 StopTimeout = Annotated[Duration, duration("--stop-timeout", "Time that a stop waits for running messages.")]
 
 _CHECK_TIMEOUT_MS = 1_000
+_REQUIRED = (
+    "--ticket-stream",
+    "--concurrency-stream-group",
+    "--name",
+    "--master-register-api-url",
+    "--master-acknowledge-api-url",
+)
 
 
 def consumer(
@@ -85,6 +93,7 @@ def consumer(
     from millstream.services.master.delegated_consumer import ConsumerSettings
     from millstream.services.web.connections import Limits
 
+    _check_required(ticket_stream, concurrency_stream_group, name, master_register_api_url, master_acknowledge_api_url)
     parse_route(url, _CHECK_TIMEOUT_MS)  # reports an invalid URL now: Redis is called only after the registration
     settings = ConsumerSettings(
         url=url,
@@ -115,3 +124,10 @@ def consumer(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def _check_required(*values: object) -> None:
+    """Raise ConfigError with all options that are missing; they may come from the environment and from a file, too."""
+    if missing := [option for option, value in zip(_REQUIRED, values, strict=True) if not value]:
+        words = " and ".join(filter(None, (", ".join(missing[:-1]), missing[-1])))
+        raise ConfigError(f"a consumer needs {words}; see: millstream consumer --help")

@@ -25,8 +25,8 @@ def describe_usage_error(error: Any, words: str) -> str:
 
 def _commands_of(context: Any) -> str:
     """The commands of a family, such as `millstream rate`, as the end of an error text; nothing of all families."""
-    names = sorted(getattr(context.command, "commands", {}))
-    return f"; use {', '.join(names[:-1])} or {names[-1]}" if context.parent is not None and len(names) > 1 else ""
+    names = sorted(getattr(context.command, "commands", {})) if context.parent is not None else []
+    return f"; use {' or '.join(filter(None, (', '.join(names[:-1]), names[-1])))}" if names else ""
 
 
 def _number_of(kind: Any) -> str:
