@@ -16,7 +16,7 @@ from millstream.delivery.dead_letter_queue import DeadLetterFilter
 from millstream.errors import AccessDenied
 from millstream.handlers.dead_letter import DeadLetter
 from millstream.redis_client.client import Client
-from millstream.redis_client.key_names import HandlerKeys
+from millstream.redis_client.key_names import HandlerKeys, audit_key
 from millstream.services.console import Level, console_app
 from tests.support.commandline import call
 from tests.support.consoles import Browser, authorized, console
@@ -132,6 +132,23 @@ def test_an_export_whose_receiver_leaves_before_the_first_part_has_a_record_of_i
     receiver = Receiver(spec, leaves_at="http.response.start")
     result = receiver.export(browser, client)
     assert (receiver.parts, result) == ([], "1 read, broken off by its receiver")
+
+
+def test_an_export_whose_end_cannot_be_recorded_is_complete_and_the_log_says_so(
+    client: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    add(client, 1)
+    read = LetterExport.next_part
+
+    def harmed(letters: LetterExport, own: Client) -> bytes | None:
+        client.pipeline([("DEL", audit_key()), ("SET", audit_key(), "of another program")])
+        return read(letters, own)
+
+    monkeypatch.setattr(LetterExport, LetterExport.next_part.__name__, harmed)
+    with authorized(client.url, Level.PAYLOADS) as browser:
+        assert len(exported(browser).text.splitlines()) == 1
+    assert "end of a download not recorded" in caplog.text
+    assert "its record stays without a result: 1 read, complete" in caplog.text
 
 
 class Receiver:

@@ -1,6 +1,7 @@
 """Downloads: responses that are read from Redis part by part, while they are sent, and recorded before and after."""
 
 import asyncio
+import logging
 import re
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
@@ -10,12 +11,14 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 
 from millstream.admin.audit_log import AuditLog
-from millstream.errors import MillstreamError
+from millstream.errors import MillstreamError, RedisError
 from millstream.redis_client.client import Client
 from millstream.services.console.client_pool import ClientPool
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
+
+logger = logging.getLogger(__name__)
 
 _BROKEN_OFF = "broken off by its receiver"
 
@@ -85,5 +88,8 @@ class Download(StreamingResponse):
             return read(client)
 
     def _end(self, result: str) -> None:
-        with suppress(MillstreamError), self._clients.client() as client:
-            AuditLog(client).end(self._record, result)
+        try:
+            with self._clients.client() as client:
+                AuditLog(client).end(self._record, result)
+        except RedisError as error:  # all was sent, or the receiver knows of the error that came before
+            logger.warning("end of a download not recorded: %s; its record stays without a result: %s", error, result)
