@@ -188,7 +188,7 @@ def test_one_of_many_consumers_that_claim_a_stream_leases_it(client: Client) -> 
         for thread in threads:
             thread.join(FAIL_SAFE_S)
         winner = owners(client)["s"]
-        assert sorted(map(str, results[1:])) == sorted([winner] * 3) or results.count(winner) == 3
+        assert results.count(winner) == 3
         assert sum(isinstance(one, Lease) for one in results) == 1
 
 
