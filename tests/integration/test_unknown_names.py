@@ -30,6 +30,7 @@ def known(client: Client) -> Client:
         (("key", "list", "shop.totl"), "no handler 'shop.totl' has run on this Redis; did you mean 'shop.total'?"),
         (("why", "shop.totl", "ann"), "no handler 'shop.totl' has run on this Redis; did you mean 'shop.total'?"),
         (("pause", "other.thing"), f"no handler 'other.thing' has run on this Redis; {LISTED}"),
+        (("history", "shop.totl"), "no handler 'shop.totl' has run on this Redis; did you mean 'shop.total'?"),
         (("dlq", "list", "shp"), "no handler of an app 'shp' has run on this Redis; did you mean 'shop'?"),
         (("dlq", "list", "total"), "no handler of an app 'total' has run on this Redis; write shop.total"),
         (
@@ -61,6 +62,11 @@ def test_info_of_an_unknown_app_says_what_may_be_meant_and_nothing_of_streams(
     shown = call("info", name, url=known.url)
     said = f"no handler or stage of an app named {name!r} has run on this Redis; {hint}\n"
     assert (shown.code, shown.out, shown.err) == (1, "", said)
+
+
+def test_a_known_handler_without_samples_is_no_error_of_its_history(known: Client) -> None:
+    shown = call("history", "shop.total", url=known.url)
+    assert (shown.code, "there are no such samples since then" in shown.err) == (0, True)
 
 
 def test_an_entry_is_published_to_no_stream_without_a_name(client: Client) -> None:

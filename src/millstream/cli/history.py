@@ -6,6 +6,7 @@ import typer
 from msgspec.structs import asdict
 
 from millstream.admin.figure_history import WHICH_HANDLERS, FigureHistory, HandlerSample
+from millstream.admin.handler_names import select_handlers
 from millstream.admin.time_inputs import parse_time_ms
 from millstream.cli.handler_names import HandlerNames
 from millstream.cli.options import JsonLines, Url
@@ -33,6 +34,8 @@ def history(
             else:
                 rows += [_row(one.at_ms, name, figures) for name, figures in shown.items()]
                 is_partial |= one.is_partial
+        if not rows and not as_json and handlers is not None:
+            select_handlers(client, handlers, None)  # the name may be misspelt
     if as_json:
         return
     if rows:
