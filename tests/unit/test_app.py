@@ -85,6 +85,8 @@ MISTAKES: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] 
     (takes_order, ("a",), {"pattern": "b*"}, "one of the three"),
     (takes_order, ("a", "a"), {}, "named twice"),
     (takes_order, ("",), {}, "non-empty text"),
+    (takes_order, (["a", "b"],), {}, 'give several streams one after the other, like "orders", "payments"'),
+    (takes_order, ("orders:*",), {}, "'orders:*' is a pattern, not a stream: write pattern='orders:*'"),
     (takes_order, ("a",), {"keyy": "customer"}, "unknown option 'keyy'; did you mean 'key'?"),
     (takes_order, ("a",), {"colour": 1}, "unknown option 'colour'; known options: pattern, key"),
     (takes_order, ("a",), {"key": "custmer"}, "not a field of Order; did you mean 'customer'?"),

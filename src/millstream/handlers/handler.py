@@ -286,11 +286,17 @@ def stream_of(message: Message) -> bytes:
 
 def check_streams(where: str, streams: Sequence[str]) -> None:
     """Raise ConfigError if `streams` cannot be read together."""
+    if any(isinstance(stream, list | tuple) for stream in streams):
+        raise ConfigError(
+            f'{where}: give several streams one after the other, like "orders", "payments", not as a list'
+        )
     if any(not isinstance(stream, str) or not stream for stream in streams):
         raise ConfigError(f'{where}: stream names must be non-empty text, like "orders"')
     if any("," in stream or stream != stream.strip() for stream in streams):
         raise ConfigError(f"{where}: a stream's name must not contain a comma nor begin or end with a space")
     for stream in streams:
+        if "*" in stream:  # a handler of a stream of this very name would wait for ever
+            raise ConfigError(f"{where}: {stream!r} is a pattern, not a stream: write pattern={stream!r}")
         check_stream(stream)
     if len(set(streams)) != len(streams):
         raise ConfigError(f"{where}: a stream is named twice")
