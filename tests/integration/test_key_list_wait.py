@@ -30,7 +30,10 @@ class Event:
 
 
 def add(client: Client, *numbers: int, key: str) -> list[EntryId]:
-    return [EntryId.parse(one) for one in client.pipeline([("XADD", "in", "*", "n", n, "key", key) for n in numbers])]
+    """Add messages in one transaction: no worker reads some of them, and the others only after a wait is over."""
+    commands = [("XADD", "in", "*", "n", n, "key", key) for n in numbers]
+    ids = client.pipeline([("MULTI",), *commands, ("EXEC",)])[-1]
+    return [EntryId.parse(one) for one in ids]
 
 
 def gather(events: list[Event], messages: list[Message], state: State) -> dict[str, Any]:
