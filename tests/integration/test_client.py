@@ -47,6 +47,14 @@ def test_a_command_whose_reply_is_lost_is_executed_once_and_reported(
     assert client.execute("XLEN", "s") == 1
 
 
+def test_a_server_without_tls_behind_a_rediss_url_is_told_apart_from_one_that_is_down(
+    millstream_server: EmbeddedServer,
+) -> None:
+    url = millstream_server.url.replace("redis://", "rediss://")
+    with Client(url, timeout_ms=200) as client, pytest.raises(Unavailable, match="needs a port that speaks TLS"):
+        client.execute("PING")
+
+
 def test_calls_are_sent_together_and_a_refused_one_is_an_error_among_the_results(client: Client) -> None:
     client.execute("RPUSH", "list", "a")
     calls = [Call(("INCR", key), int) for key in ("one", "list", "two")]

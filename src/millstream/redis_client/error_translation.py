@@ -44,6 +44,7 @@ _KEY_DENIED = ("no permissions to access", "No permissions to access", "can't ac
 _KEY_MISSING = ("no such key", "requires the key to exist")
 _PLACE_IN_SCRIPT = re.compile(r"script: (?:([0-9a-f]{40}), )?on @user_script:(\d+)\.?")  # Valkey 9 omits the hash
 _CODE = re.compile("[A-Z]{2,}")
+_NO_HANDSHAKE = "Timeout connecting to server"
 _CONNECTING = re.compile(r"Error(?: -?\d+)? connecting to (\S+)\. (.+?)\.*")
 _NO_PRIMARY = re.compile(r"No master found for ('.*?')(?: : |$)")
 _NAMED_BY_SCRIPT = re.compile(r" \(([A-Z]+) (?!.*, line \d+ of)(.*)\)$", re.DOTALL)  # by `named` of refusal.lua
@@ -180,6 +181,8 @@ def _why_unreached(text: str, where: str) -> str:
         return f"{'' if place in where else f'{place}: '}{why[:1].lower()}{why[1:]}"
     if found := _NO_PRIMARY.match(text):
         return f"no Sentinel that answers knows a primary {found[1]} that is up"
+    if text == _NO_HANDSHAKE and where.startswith("rediss"):  # a server without TLS waits for the rest of a command
+        return f"{text}; rediss:// needs a port that speaks TLS"
     return text
 
 
