@@ -1,6 +1,7 @@
 """The daemon that forks Spark's Python workers: it imports what tasks need, and forks only if no thread runs."""
 
 import os
+import socket
 import struct
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 from pyspark.sql import SparkSession
+
+from millstream.spark.python_daemon import without_delays
 
 pytestmark = pytest.mark.spark
 
@@ -64,3 +67,38 @@ def test_tasks_run_in_workers_that_the_daemon_has_forked(spark: SparkSession) ->
 
     (row,) = spark.range(1, numPartitions=1).mapInArrow(command, "words array<string>").collect()
     assert row.words[2:4] == ["millstream.spark.python_daemon", "pyspark.worker"]
+
+
+DELAYS = (socket.TCP_NODELAY, socket.TCP_QUICKACK)
+
+
+def test_nothing_waits_for_an_acknowledgement_on_the_connection_of_a_task_to_java(spark: SparkSession) -> None:
+    def read_options(_: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        connections = [int(one.name) for one in Path("/proc/self/fd").iterdir() if one.is_socket()]
+        with socket.socket(fileno=os.dup(min(connections))) as java:
+            yield pa.record_batch({"options": [[java.getsockopt(socket.IPPROTO_TCP, one) for one in DELAYS]]})
+
+    (row,) = spark.range(1, numPartitions=1).mapInArrow(read_options, "options array<long>").collect()
+    assert row.options == [1, 1]
+
+
+def test_it_acknowledges_at_once_in_each_task_of_a_worker() -> None:
+    seen = []
+
+    def run_task(connection: socket.socket, _: bool) -> int:
+        seen.append([connection.getsockopt(socket.IPPROTO_TCP, one) for one in DELAYS])
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 0)  # as an answer does
+        return 0
+
+    run = without_delays(run_task)
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()):
+        connection, _ = listener.accept()
+        with connection:
+            assert [run(connection, False), run(connection, True)] == [0, 0]
+    assert seen == [[1, 1], [1, 1]]
+
+
+def test_a_task_runs_on_a_connection_that_is_not_tcp() -> None:
+    ours, javas = socket.socketpair()
+    with ours, javas:
+        assert without_delays(lambda connection, _: connection.fileno())(ours, True) == ours.fileno()
