@@ -16,12 +16,15 @@ from millstream.delivery.commit_store import CommitStore
 from millstream.errors import ConfigError, PipelineFailed
 from millstream.redis_client.key_names import REDRIVE_FIELD, HandlerKeys
 from millstream.redis_client.replies import mapping_of
-from millstream.spark.engine.micro_batch import shuffle
-from millstream.spark.key_blocks import bucket_count, read_chunks
+from millstream.spark.engine.micro_batch import Shuffle, Tasks
+from millstream.spark.engine.task import Job
+from millstream.spark.key_blocks import SORT_COLUMNS, bucket_count, read_chunks
+from millstream.spark.run.warm_up import unchanged
 from millstream.spark.source.block_maker import BlockMaker
 from millstream.spark.source.options import Columns
 from millstream.spark.source.partition_reader import _BATCH_ROWS
 from millstream.spark.source.schema import default_schema
+from millstream.spark.versions import ArrowFunction
 from tests.support.calls import calls_of
 from tests.support.pipelines import Pipelines
 from tests.support.waiting import eventually
@@ -105,25 +108,71 @@ def test_each_partition_gets_its_share_of_the_buckets(pipelines: Pipelines, part
     entries = [(b"%d-0" % n, [b"k", b"%d" % n]) for n in range(1, 50 * buckets)]
     frame = blocks(pipelines, BlockMaker(b"k", buckets)([("in", entries)]))
     assert frame.count() == buckets
-    found = Counter(row[0] for row in shuffle(frame, partitions).select(F.spark_partition_id()).collect())
+    found = Counter(row[0] for row in Shuffle()(frame, partitions).select(F.spark_partition_id()).collect())
     assert sum(found.values()) == buckets
     assert (len(found), max(found.values())) == (partitions, math.ceil(buckets / partitions))
 
 
 def test_a_shuffle_to_many_partitions_takes_no_more_calls_of_the_jvm_than_one_to_few(pipelines: Pipelines) -> None:
     frame = blocks(pipelines, BlockMaker(b"k", 2)([("in", [(b"1-0", [b"k", b"a"])])]))
-    made = []
+    shuffle, made = Shuffle(), []
     for count in (2, 100):
         shuffle(frame, count)  # the first one asks Spark where it moves which number
         made.append(calls_of(partial(shuffle, frame, count)).count("send_command"))
     assert made[0] == made[1]
 
 
+def test_the_plans_of_later_batches_take_a_fifth_of_the_calls_of_the_jvm(pipelines: Pipelines) -> None:
+    frame = blocks(pipelines, BlockMaker(b"k", 2)([("in", [(b"1-0", [b"k", b"a"])])]))
+    shuffle, function = Shuffle(), ArrowFunction(unchanged, frame.columns, frame.schema)
+
+    def plan_anew() -> None:
+        texts = [F.col(name) for name in SORT_COLUMNS]
+        frame.repartition(2, F.expr("bucket")).sortWithinPartitions(*texts).mapInArrow(unchanged, frame.schema)
+
+    def plan() -> None:
+        function.on(shuffle(frame, 2))
+
+    plan()
+    assert 5 * calls_of(plan).count("send_command") <= calls_of(plan_anew).count("send_command")
+
+
+def test_a_kept_function_runs_on_frames_of_other_batches(pipelines: Pipelines) -> None:
+    make = BlockMaker(b"k", 2)
+    frames = [blocks(pipelines, make([("in", [(b"%d-0" % n, [b"k", b"a"])])])) for n in (1, 2)]
+    function = ArrowFunction(unchanged, frames[0].columns, frames[0].schema)
+    assert [function.on(frame).collect() for frame in frames] == [frame.collect() for frame in frames]
+
+
+def test_the_tasks_of_another_job_run_its_handler(pipelines: Pipelines) -> None:
+    def job_of(output: str) -> Job:
+        app = App("app")
+
+        @app.handler("in", key="k", into=output)
+        def copy(message: Message) -> dict[str, Any]:
+            return {"n": message.id}
+
+        return Job(handler=app.handlers["copy"], url=pipelines.url, token=token)
+
+    store = CommitStore(pipelines.client, app="app", handler="copy")
+    token = store.new_token(["in"])
+    store.with_token(token).begin_run(["in"])
+    make, tasks = BlockMaker(b"k", 2), Tasks()
+    first, second = job_of("a"), job_of("b")
+    calls = []
+    for n, job in enumerate((first, first, second, first), 1):
+        frame = blocks(pipelines, make([("in", [(b"%d-0" % n, [b"k", b"a"])])]))
+        calls.append(calls_of(partial(tasks.run, job, frame)).count("send_command"))
+    assert [fields["n"] for _, fields in pipelines.entries("a")] == ["1-0", "2-0", "4-0"]
+    assert [fields["n"] for _, fields in pipelines.entries("b")] == ["3-0"]
+    assert 2 * calls[1] <= calls[0], "the function was made anew"
+
+
 def test_blocks_that_a_partition_gets_in_any_order_are_sorted(pipelines: Pipelines) -> None:
     make = BlockMaker(b"k", 64)
     ids = [f"{n}-0" for n in (1, 9, 10, 99, 100, 1_000)]
     backwards = [make([("in", [(one.encode(), [b"k", b"a"])])]) for one in reversed(ids)]
-    (chunk,) = read_chunks(shuffle(blocks(pipelines, *backwards), 2).toArrow().to_batches())
+    (chunk,) = read_chunks(Shuffle()(blocks(pipelines, *backwards), 2).toArrow().to_batches())
     assert chunk.messages["in", b"a"][::2] == [one.encode() for one in ids]
 
 

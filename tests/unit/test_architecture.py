@@ -71,6 +71,7 @@ HOMES = {
     "markupsafe": ("services",),
 }
 SPARK_PRIVATE = {
+    "_jdf",
     "_gateway",
     "_jvm",
     "_jsc",

@@ -14,9 +14,11 @@ import pyspark
 from pyspark.sql import datasource
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
     import pyarrow as pa
     from pyspark import SparkConf
-    from pyspark.sql import SparkSession
+    from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.datasource import DataSourceStreamArrowWriter
     from pyspark.sql.types import StructType
 
@@ -28,6 +30,7 @@ __all__ = [
     "SETTINGS",
     "SPARK_VERSION",
     "SUPPORTED",
+    "ArrowFunction",
     "DataSourceStreamArrowWriter",
     "ReadAllAvailable",
     "ReadLimit",
@@ -128,6 +131,33 @@ def spark_schema(schema: "pa.Schema") -> "StructType":
     from pyspark.sql.pandas.types import from_arrow_schema
 
     return from_arrow_schema(schema)
+
+
+class ArrowFunction:
+    """A function for the `mapInArrow` of many frames with the same columns.
+
+    A frame's own method pickles the function for each frame, and needs some forty calls of the JVM.
+    """
+
+    def __init__(
+        self,
+        function: "Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]",
+        columns: "Sequence[str]",
+        schema: "StructType",
+    ) -> None:
+        from pyspark.sql.functions import col
+        from pyspark.sql.pandas.functions import pandas_udf
+        from pyspark.util import PythonEvalType
+
+        make_column: Any = pandas_udf(  # type: ignore[call-overload]  # as PySpark's own `mapInArrow`
+            function, returnType=schema, functionType=PythonEvalType.SQL_MAP_ARROW_ITER_UDF
+        )
+        self._column = make_column(*map(col, columns))
+
+    def on(self, frame: "DataFrame") -> "DataFrame":
+        """As `frame.mapInArrow`."""
+        java_frame: Any = frame._jdf
+        return type(frame)(java_frame.mapInArrow(self._column._jc, False, None), frame.sparkSession)
 
 
 # --- The Java side of PySpark, private in all versions ---

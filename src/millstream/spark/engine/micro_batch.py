@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 
 import pyarrow as pa
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from millstream.delivery.commit_store import CommitStore
@@ -26,7 +26,7 @@ from millstream.spark.engine.run_breaker import Rows, RunBreaker
 from millstream.spark.engine.task import Job
 from millstream.spark.engine.task_metrics import METRICS_SCHEMA, BatchTotals, log_failures, sum_counters
 from millstream.spark.key_blocks import SORT_COLUMNS, ByKey, bucket_count, group_by_key, make_blocks, unpack_block
-from millstream.spark.versions import spark_schema
+from millstream.spark.versions import ArrowFunction, spark_schema
 
 _TRIED_NUMBERS = 40
 """So many numbers a partition: that none of them is hashed to it has a chance of e^-40."""
@@ -56,6 +56,8 @@ class Engine:
         self._deferred_jobs = deferred_jobs
         self._give_up = give_up
         self._on_batch = on_batch
+        self._shuffle = Shuffle()
+        self._tasks = Tasks()
         self._client = shared_client(job.url)
         self._commit_store = CommitStore(self._client, app=job.handler.app, handler=job.handler.name, token=job.token)
 
@@ -77,12 +79,8 @@ class Engine:
             cores = frame.sparkSession.sparkContext.defaultParallelism
             if callable(job.handler.key):
                 frame = frame.mapInArrow(_GroupByFunction(job.handler, bucket_count(cores)), frame.schema)
-            frame = shuffle(frame, cores)
-
-        def run(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-            return run_partition(job, batches)
-
-        rows = [row.asDict() for row in frame.mapInArrow(run, spark_schema(METRICS_SCHEMA)).collect()]
+            frame = self._shuffle(frame, cores)
+        rows = self._tasks.run(job, frame)
         log_failures(self._failures, rows)
         return rows
 
@@ -96,13 +94,47 @@ class Engine:
         )
 
 
-def shuffle(frame: DataFrame, partitions: int) -> DataFrame:
-    """Move whole buckets to so many partitions, about as many to each, and sort the blocks of each partition."""
+class Tasks:
+    """The tasks of the batches of a query. Their function stays the same while the job does."""
+
+    def __init__(self) -> None:
+        self._function: tuple[Job, ArrowFunction] | None = None
+
+    def run(self, job: Job, frame: DataFrame) -> Rows:
+        """Run the job on the blocks of `frame`, a task for each partition; return the reports of the tasks."""
+        if self._function is None or self._function[0] is not job:
+
+            def run(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+                return run_partition(job, batches)
+
+            self._function = (job, ArrowFunction(run, frame.columns, spark_schema(METRICS_SCHEMA)))
+        return [row.asDict() for row in self._function[1].on(frame).collect()]
+
+
+class Shuffle:
+    """Moves whole buckets to partitions, about as many to each, and sorts the blocks of each partition.
+
+    It keeps the expressions for that: PySpark makes one in some ten calls of the JVM.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, Column] = {}
+        self._order: list[Column] = []
+
+    def __call__(self, frame: DataFrame, partitions: int) -> DataFrame:
+        """Move the blocks of `frame` to so many partitions."""
+        if partitions not in self._numbers:
+            self._numbers[partitions] = F.expr(_partition_text(frame.sparkSession, partitions))
+            self._order = [F.col(name) for name in SORT_COLUMNS]
+        return frame.repartition(partitions, self._numbers[partitions]).sortWithinPartitions(*self._order)
+
+
+def _partition_text(spark: SparkSession, partitions: int) -> str:
     if partitions not in _partition_texts:
-        numbers = ", ".join(map(str, _numbers_of_partitions(frame.sparkSession, partitions)))
-        # As one text: a column for each number would be a call of the JVM each, in every batch.
+        numbers = ", ".join(map(str, _numbers_of_partitions(spark, partitions)))
+        # As one text: a column for each number would be a call of the JVM each.
         _partition_texts[partitions] = f"array({numbers})[cast(bucket % {partitions} as int)]"
-    return frame.repartition(partitions, F.expr(_partition_texts[partitions])).sortWithinPartitions(*SORT_COLUMNS)
+    return _partition_texts[partitions]
 
 
 _partition_texts: dict[int, str] = {}

@@ -25,7 +25,7 @@ from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPart
 from pyspark.sql.types import StructType
 
 from millstream.errors import ConfigError
-from millstream.spark.engine.micro_batch import shuffle
+from millstream.spark.engine.micro_batch import Shuffle
 from millstream.spark.key_blocks import SCHEMA, bucket_count, make_blocks, sortable
 from millstream.spark.run.failures import java_reason
 from millstream.spark.run.session import close_session, open_session
@@ -142,7 +142,7 @@ def _train(spark: SparkSession, checkpoint: str) -> None:
     done: list[int] = []
 
     def process(frame: DataFrame, _: int) -> None:
-        done.append(len(shuffle(frame, _CORES).mapInArrow(unchanged, frame.schema).collect()))
+        done.append(len(Shuffle()(frame, _CORES).mapInArrow(unchanged, frame.schema).collect()))
         frame.groupBy("stream").count().collect()
 
     frame = spark.readStream.format(_SOURCE).load()

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 import pyarrow as pa
 from pyspark.sql import SparkSession
 
-from millstream.spark.engine.micro_batch import shuffle
+from millstream.spark.engine.micro_batch import Shuffle
 from millstream.spark.key_blocks import SCHEMA
 from millstream.spark.versions import spark_schema
 
@@ -36,7 +36,7 @@ def start_warm_up(spark: SparkSession) -> threading.Thread:
 def _warm_up(spark: SparkSession) -> None:
     try:
         cores = spark.sparkContext.defaultParallelism
-        frame = shuffle(spark.range(cores).selectExpr(*_COLUMNS), cores)
+        frame = Shuffle()(spark.range(cores).selectExpr(*_COLUMNS), cores)
         frame.mapInArrow(unchanged, spark_schema(SCHEMA)).collect()
     except Exception as error:  # noqa: BLE001 - while a session ends PySpark raises errors of any kind; no message needs this job
         reason = next(iter(str(error).splitlines()), type(error).__name__)
