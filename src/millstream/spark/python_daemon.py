@@ -60,7 +60,7 @@ def without_delays(run_task: Callable[[socket.socket, bool], int]) -> Callable[[
     """Return `run_task`, which runs a task for Java at the other end of a connection, and nothing waits on the connection.
 
     Java sends a task in two parts, and TCP holds the second one back until the first is acknowledged (Nagle's algorithm).
-    A worker has nothing to answer to the first, and Linux acknowledges it 40 ms later, in every task but the first ones.
+    A worker has nothing to answer to the first, and Linux acknowledges it 40 ms later if earlier answers were quick.
     """
 
     def run(connection: socket.socket, authenticated: bool) -> int:
