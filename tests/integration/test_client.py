@@ -47,7 +47,7 @@ def test_a_command_whose_reply_is_lost_is_executed_once_and_reported(
     assert client.execute("XLEN", "s") == 1
 
 
-def test_a_server_without_tls_behind_a_rediss_url_is_told_apart_from_one_that_is_down(
+def test_a_rediss_url_of_a_port_without_tls_is_reported_as_such(
     millstream_server: EmbeddedServer,
 ) -> None:
     url = millstream_server.url.replace("redis://", "rediss://")
