@@ -116,6 +116,8 @@ Arguments = dict[str, Any] | None
 
 _NO_STATE = State()
 _NO_RESULTS: RunResult = (), (), None
+UNSTORABLE = (TypeError, OverflowError, RecursionError, ValueError)
+"""What `encode_state` raises."""
 _AS_PUBLISHED: tuple[State, None] = _NO_STATE, None
 
 
@@ -243,12 +245,18 @@ def _prepare(
     try:
         state = current_state(blob, handler.state_upcasts) if handler.wants_state else _NO_STATE
         return state, handler.bind(message, state)
-    except NewerState as error:  # the newer app that wrote it can process the message, so none is lost by waiting
+    except (DecodeError, ValueError) as error:
+        return outcome_of_unprepared(handler, error)
+
+
+def outcome_of_unprepared(handler: Handler, error: Exception) -> DeadLettered | RetryLater:
+    """Return the outcome of a message whose arguments or state could not be decoded."""
+    if isinstance(error, NewerState):  # the newer app that wrote it can process the message, so none is lost by waiting
         return RetryLater(_newer_code_wait_ms(handler.retry), str(error), waits=True)
-    except DecodeError as error:
+    if isinstance(error, DecodeError):
         return DeadLettered("undecodable", str(error))
-    except ValueError as error:  # msgspec's own errors and invalid UTF-8
-        return DeadLettered("undecodable", f"the key's state in Redis is damaged ({error}); see: millstream state show")
+    # msgspec's own errors and invalid UTF-8
+    return DeadLettered("undecodable", f"the key's state in Redis is damaged ({error}); see: millstream state show")
 
 
 def _newer_code_wait_ms(retry: Retry) -> float:
@@ -265,7 +273,7 @@ def _outcome_of(handler: Handler, message: Message, state: State, ended: RunResu
         return Done(outputs, b"", timers) if outputs or timers else NO_EFFECTS
     try:
         return Done(outputs, encode_state(state, handler.state_version), timers)
-    except (TypeError, OverflowError, RecursionError, ValueError) as error:
+    except UNSTORABLE as error:
         return DeadLettered(
             "bad-output", f"the state cannot be stored: {error}; use text, bytes, numbers, lists and mappings"
         )
@@ -434,11 +442,14 @@ def traceback_of(error: BaseException | None) -> str:
     return "".join(traceback.format_exception(type(error), error, user_frames(error.__traceback__)))
 
 
+_OWN_MODULES = (__name__, "millstream.handlers.consecutive")
+
+
 def user_frames(frame: TracebackType | None) -> TracebackType | None:
     """Return the part of a traceback below millstream's frames, which do not help to mend a handler."""
     found = frame
     while frame is not None:
-        if frame.tb_frame.f_globals is globals():
+        if frame.tb_frame.f_globals.get("__name__") in _OWN_MODULES:
             found = frame.tb_next
         frame = frame.tb_next
     return found

@@ -146,10 +146,23 @@ class Handler:
 
         Then `bind` has nothing to do. A decorated function may take its arguments by name alone.
         """
-        if self.message_upcasts or self._message_only is None or not isinstance(self.function, types.FunctionType):
+        return self._message_only is not None and self.is_direct
+
+    @functools.cached_property
+    def is_direct(self) -> bool:
+        """True if it may be called by position, with the message as published or the model, and then the state if it takes one."""
+        names, sources = [name for name, _ in self.arguments], [source for _, source in self.arguments]
+        if sources not in (["message"], ["model"], ["message", "state"], ["model", "state"]) or self.message_upcasts:
+            return False
+        if not isinstance(self.function, types.FunctionType):
             return False
         code = self.function.__code__
-        return code.co_varnames[: code.co_argcount] == (self._message_only,)
+        return code.co_varnames[: code.co_argcount] == tuple(names)
+
+    @property
+    def decoder(self) -> Callable[[Sequence[bytes]], object] | None:
+        """The function that decodes an entry's fields into the model; None without a model. It cannot be pickled."""
+        return None if self.model is None else _decoder(self.model)
 
     @property
     def key_field(self) -> str | None:

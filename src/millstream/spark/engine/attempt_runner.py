@@ -9,7 +9,6 @@ from millstream.handlers.attempt import (
     BatchOutcome,
     ListOutcome,
     Outcome,
-    TimeLimiter,
     attempt,
     attempt_batch,
     attempt_batch_plain,
@@ -61,16 +60,16 @@ class AttemptRunner:
         not run now, None if it may.
         """
         if not self._handler.is_async:
-            with permitted() as refusal, self._time_limit.outside_loop() as guard:
-                return refusal or attempt_plain(self._handler, message, state, guard)
+            with permitted() as refusal, self._time_limit.outside_loop() as limit:
+                return refusal or attempt_plain(self._handler, message, state, limit.guard)
         async with self._slots:
             with permitted() as refusal:
                 if refusal is not None:
                     return refusal
                 return await self._in_task(attempt(self._handler, message, state))
 
-    def consecutive(self) -> AbstractContextManager[TimeLimiter]:
-        """Return what `attempt_plain` needs to run a plain handler on one message after another, while nothing waits in between.
+    def consecutive(self) -> AbstractContextManager[AttemptTimeLimit]:
+        """Return what `attempt_consecutive` needs to run a plain handler on one message after another, while nothing waits in between.
 
         The event loop is left once for all of them, and not for each.
         """
@@ -79,15 +78,15 @@ class AttemptRunner:
     async def run_batch(self, messages: Sequence[Message]) -> BatchOutcome:
         """Run one attempt on several messages together and return their outcomes."""
         if not self._handler.is_async:
-            with self._time_limit.outside_loop() as guard:
-                return attempt_batch_plain(self._handler, messages, guard)
+            with self._time_limit.outside_loop() as limit:
+                return attempt_batch_plain(self._handler, messages, limit.guard)
         return await self._run_in_task(attempt_batch(self._handler, messages))
 
     async def run_list(self, messages: Sequence[Message], state: bytes) -> ListOutcome:
         """Run one attempt on several messages of one key together; return of how many the outcome is, and this outcome."""
         if not self._handler.is_async:
-            with self._time_limit.outside_loop() as guard:
-                return attempt_list_plain(self._handler, messages, state, guard)
+            with self._time_limit.outside_loop() as limit:
+                return attempt_list_plain(self._handler, messages, state, limit.guard)
         return await self._run_in_task(attempt_list(self._handler, messages, state))
 
     async def _run_in_task(self, run: Coroutine[Any, Any, T]) -> T:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 
 from millstream.delivery.effects import MAX_COMMIT_OUTPUTS
+from millstream.handlers.consecutive import Room
 from millstream.spark.engine.key_run import KeyRun
 
 COMMIT_MESSAGES = 500
@@ -43,6 +44,15 @@ class CommitBuffer:
             effects.message_count >= COMMIT_MESSAGES
             or self._bytes >= COMMIT_BYTES
             or effects.output_count >= MAX_COMMIT_OUTPUTS
+        )
+
+    def room_for(self, run: KeyRun) -> Room:
+        """Return how much the effects of this run may grow until `is_filled_by` is true."""
+        effects = run.effects
+        return Room(
+            COMMIT_MESSAGES - effects.message_count,
+            COMMIT_BYTES - self._bytes,
+            MAX_COMMIT_OUTPUTS - effects.output_count,
         )
 
     def count_bytes(self, size: int) -> None:

@@ -3,22 +3,21 @@
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import NamedTuple
 
 import msgspec
 
 from millstream.delivery.cancellation import Cancellation
 from millstream.delivery.deferral import DeferMode, Deferral, DeferredKey
-from millstream.delivery.effects import FROM_QUEUE, Effects
+from millstream.delivery.effects import FROM_QUEUE, Effects, crash_counts_of
 from millstream.delivery.last_error import LastError
 from millstream.errors import Unfinished
-from millstream.handlers.attempt import Done, Parked, RetryLater
+from millstream.handlers.attempt import Parked, RetryLater
+from millstream.handlers.consecutive import Stretch, unpack
 from millstream.model import ZERO_ID, EntryId, Retry
 from millstream.redis_client.key_names import EDITED_FIELD, REDRIVE_FIELD, own_pairs
 from millstream.redis_client.resp import Arg
-
-unpack = msgspec.msgpack.Decoder(list[bytes]).decode
-"""Unpacks the names and values of an entry."""
 
 _HEAD_BYTES = 32  # at most so many of a packed entry are the beginning of the list and its first name, if that is ours
 _pack = msgspec.msgpack.Encoder().encode
@@ -45,6 +44,10 @@ class Entry(NamedTuple):
         """Add its id to the effects that complete it, if it may be the edited copy of a dead letter."""
         if self.may_be_for_one and EDITED_FIELD in self.packed:
             effects.add_copy(self.id_text.decode())
+
+
+def _is_for_all(entry: Entry) -> bool:
+    return not entry.may_be_for_one
 
 
 class DeferReason(NamedTuple):
@@ -142,17 +145,31 @@ class KeyRun:
             ids=ids[:1] if self.from_queue else ids,
         )
 
-    def add_done(self, entry_id: str, done: Done) -> int:
-        """Add the outcome of its next entry, which has no other effects than outputs and a state; return their bytes."""
-        effects, outputs, state = self.effects, done.outputs, done.state
-        effects.first_id = effects.first_id or entry_id
-        effects.last_id = entry_id
-        effects.message_count += 1
-        if outputs:
-            effects.add_outputs(outputs)
-        self.state = state
-        self.covered.append(self.entries.popleft())
-        return len(state) + sum(map(len, outputs))
+    def next_entries(self) -> Iterable[Entry]:
+        """Its next entries, up to the first that may be for one handler alone."""
+        return takewhile(_is_for_all, self.entries) if self.may_be_redriven else self.entries
+
+    def add_stretch(self, done: Stretch) -> None:
+        """Add what its next entries have come to, and their crash counts if they are of its key queue."""
+        if not done.count:
+            return
+        effects, entries = self.effects, self.entries
+        covered = [entries.popleft() for _ in range(done.count)]
+        self.covered += covered
+        if self.from_queue:
+            for entry in covered:
+                entry_id = entry.id_text.decode()
+                effects.add_message(entry_id)
+                effects.clear_crash_counts(*crash_counts_of(entry_id))
+        else:
+            effects.first_id = effects.first_id or covered[0].id_text.decode()
+            effects.last_id = covered[-1].id_text.decode()
+            effects.message_count += done.count
+        if done.outputs:
+            effects.add_outputs(done.outputs)
+        if done.timers:
+            effects.add_timers(done.timers)
+        self.state = done.state
 
     def add_state(self) -> None:
         """Add its state to its effects, if it has changed since the last commit."""

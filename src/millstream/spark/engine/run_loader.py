@@ -13,12 +13,13 @@ from millstream.delivery.cancellation import read_cancellations
 from millstream.delivery.commit_store import ENTRY_PREFIX, KEY_PREFIX, CommitStore, CommittedPosition
 from millstream.delivery.deferral import deferred_keys, read_queue
 from millstream.delivery.rate_override import RateOverride
+from millstream.handlers.consecutive import unpack
 from millstream.handlers.handler import Handler
 from millstream.model import ZERO_ID, EntryId, Message
 from millstream.redis_client.client import Client
 from millstream.redis_client.replies import pairs_of
 from millstream.spark.engine.attempt_runner import CallRedis
-from millstream.spark.engine.key_run import Entry, KeyRun, unpack, unpack_fields
+from millstream.spark.engine.key_run import Entry, KeyRun, unpack_fields
 from millstream.spark.engine.task_metrics import TaskMetrics
 from millstream.spark.key_blocks import Chunk
 

@@ -22,13 +22,13 @@ from millstream.handlers.attempt import (
     Outcome,
     Parked,
     RetryLater,
-    attempt_plain,
     canceled_outcome,
     cancels_rest,
     check_key,
     dead_letter_of,
     is_limited,
 )
+from millstream.handlers.consecutive import attempt_consecutive, unpack
 from millstream.handlers.handler import Handler
 from millstream.model import Message
 from millstream.observability.failure_log import FailureRecorder
@@ -37,7 +37,7 @@ from millstream.redis_client.key_names import is_redriven
 from millstream.spark.engine.attempt_runner import AttemptRunner
 from millstream.spark.engine.cautious_mode import CautiousMode
 from millstream.spark.engine.commit_buffer import CommitBuffer, Settle
-from millstream.spark.engine.key_run import DeferReason, KeyRun, check_finished, unpack, unpack_fields
+from millstream.spark.engine.key_run import DeferReason, KeyRun, check_finished, unpack_fields
 from millstream.spark.engine.rate_limit import RateLimit
 from millstream.spark.engine.run_committer import RunCommitter
 from millstream.spark.engine.run_loader import RunLoader
@@ -184,24 +184,18 @@ class PartitionTask:
 
         Nothing waits in between, so the event loop takes no step for each message.
         """
-        entries, buffer, stream, key, token = run.entries, self._buffer, run.stream, run.key, self._token
-        stopped_by: tuple[Message, Outcome] | None = None
-        processed = 0
-        with self._attempts.consecutive() as guard:
-            while entries and not (run.may_be_redriven and entries[0].may_be_for_one) and not buffer.is_filled_by(run):
-                entry = entries[0]
-                message = Message(stream, entry.id_text.decode(), unpack(entry.packed), key, 1, token)
-                outcome = attempt_plain(self._handler, message, run.state, guard)
-                if not isinstance(outcome, Done):
-                    stopped_by = message, outcome
-                    break
-                processed += 1
-                if not (run.from_queue or outcome.timers):
-                    buffer.count_bytes(run.add_done(message.id, outcome))
-                else:
-                    self._add_outcome(run, message, outcome)
-        self._breaker.on_processed(processed)
-        return stopped_by
+        stream, key, token = run.stream, run.key, self._token
+
+        def message_of(entry_id: bytes, packed: bytes) -> Message:
+            return Message(stream, entry_id.decode(), unpack(packed), key, 1, token)
+
+        entries, room = run.next_entries(), self._buffer.room_for(run)
+        with self._attempts.consecutive() as timer:
+            done = attempt_consecutive(self._handler, entries, message_of, run.state, timer, room)
+        run.add_stretch(done)
+        self._buffer.count_bytes(done.size)
+        self._breaker.on_processed(done.count)
+        return done.stopped_by
 
     async def _settle(
         self, run: KeyRun, message: Message, outcome: Outcome, remaining: Iterator[KeyRun], group: asyncio.TaskGroup

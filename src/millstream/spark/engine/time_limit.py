@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from millstream.handlers.attempt import RunResult, TimeLimiter
+from millstream.handlers.attempt import RunResult
 from millstream.handlers.time_limit import TimeLimit
 from millstream.spark.engine.watchdog import watchdog
 
@@ -25,12 +25,14 @@ _MIN_WAIT_S = 0.001
 class AttemptTimeLimit:
     """Interrupts an attempt that exceeds its time limit. Created outside a process's main thread, it sets no limit.
 
+    `armed`: an attempt runs; whoever has called `begin` sets it to False, and once more if TimeLimit is raised meanwhile.
+
     Setting the timer costs as much as a cheap handler does, so attempts share one: when it fires before the limit of the
     attempt that runs then, it is set anew for the rest.
     """
 
     def __init__(self) -> None:
-        self._armed = False
+        self.armed = False
         self._deadline_s = self._fires_at_s = math.inf
         self._limit_s = math.inf
         self._watchdog = watchdog()
@@ -39,28 +41,28 @@ class AttemptTimeLimit:
             signal.signal(signal.SIGALRM, self._on_alarm)
 
     @contextmanager
-    def outside_loop(self) -> Iterator[TimeLimiter]:
-        """Leave the event loop, which nothing else may need within the block, and return `guard`.
+    def outside_loop(self) -> Iterator["AttemptTimeLimit"]:
+        """Leave the event loop, which nothing else may need within the block, and return this time limit.
 
         A plain handler may run an event loop of its own, and asyncio.run refuses to start inside another.
         """
         loop = asyncio._get_running_loop()
         asyncio._set_running_loop(None)
         try:
-            yield self.guard
+            yield self
         finally:
             asyncio._set_running_loop(loop)
 
     def guard(self, work: Callable[..., RunResult], limit_ms: float, /, *arguments: Any) -> RunResult:
         """Return what `work` returns; raise TimeLimit in it after `limit_ms` milliseconds. Call it outside the loop."""
         try:
-            self._arm(limit_ms)
+            self.begin(limit_ms)
             try:
                 return work(*arguments)
             finally:
-                self._armed = False
+                self.armed = False
         finally:
-            self._armed = False  # again: the alarm may have fired just before the first assignment
+            self.armed = False  # again: the alarm may have fired just before the first assignment
 
     def disarm(self) -> None:
         """Stop this timer and the watchdog timer: no attempt runs now. Call it before any step that may take long."""
@@ -69,11 +71,12 @@ class AttemptTimeLimit:
             self._fires_at_s = math.inf
         self._watchdog.disarm()
 
-    def _arm(self, limit_ms: float) -> None:
+    def begin(self, limit_ms: float, /) -> None:
+        """From now on, as long as this is `armed`, raise TimeLimit after `limit_ms` milliseconds."""
         now_s, limit_s = time.monotonic(), limit_ms / 1000
         self._limit_s = limit_s
         self._deadline_s = deadline_s = now_s + limit_s
-        self._armed = True  # before the check: a timer that fires from here on is set anew
+        self.armed = True  # before the check: a timer that fires from here on is set anew
         # One that should have fired by now was stopped by a handler, which may use the signal itself.
         if not now_s < self._fires_at_s <= deadline_s:
             self._fires_at_s = deadline_s
@@ -87,7 +90,7 @@ class AttemptTimeLimit:
 
     def _on_alarm(self, _signal: int, _frame: object) -> None:
         self._fires_at_s = math.inf
-        if not self._armed:
+        if not self.armed:
             return
         now_s = time.monotonic()
         left_s = self._deadline_s - now_s
