@@ -53,16 +53,17 @@ def timer(monkeypatch: pytest.MonkeyPatch) -> Iterator[AttemptTimeLimit]:
 def result_of(n: int, do: str) -> Any:
     """What the handlers below return for an order, or raise."""
     if do in ERRORS:
-        raise ERRORS[do]
+        error = ERRORS[do]()
+        raise error
     return RESULTS[do](n) if do in RESULTS else {"n": n}
 
 
-ERRORS: dict[str, BaseException] = {
-    "fail": RuntimeError("no"),
-    "reject": Reject("never"),
-    "exit": SystemExit(3),
-    "stop": StopIteration(),
-    "overrun": TimeLimit(),
+ERRORS: dict[str, Callable[[], BaseException]] = {
+    "fail": lambda: RuntimeError("no"),
+    "reject": lambda: Reject("never"),
+    "exit": lambda: SystemExit(3),
+    "stop": StopIteration,
+    "overrun": TimeLimit,
 }
 RESULTS: dict[str, Callable[[int], Any]] = {
     "nothing": lambda _: None,
