@@ -11,7 +11,6 @@ from millstream import App, Message, Retry, State
 from millstream.admin.inspection import inspect
 from millstream.admin.key_queues import list_queues, park, skip, unpark
 from millstream.delivery.commit_store import CommitStore
-from millstream.delivery.effects import crash_counts_of
 from millstream.delivery.keyed_stream import KeyedStream, queue_of_key
 from millstream.delivery.reliable_stream import TRIM, ReliableStream
 from millstream.errors import ConfigError
@@ -409,17 +408,6 @@ def test_a_key_that_a_task_has_deferred_waits_in_its_later_messages_too(
     bench.process(replace(handler, function=handle), bench.rows(*first), bench.rows(*second))
     make_due_and_work_off(bench, works)
     assert (bench.outputs(), sums(bench), bench.queues()) == ([1, 2], b"\x81\xa3sum\x03", {})
-
-
-def test_a_message_of_a_key_queue_that_is_done_leaves_no_crash_counts(bench: Deferral) -> None:
-    handler = parking(bench)
-    bench.run(handler, bench.add(1, keys="A", fail=9) + bench.add(2, 3, keys="AA"))
-    assert unpark(bench.client, KEYS, A)
-    for field in crash_counts_of("2-0"):  # as it waited without a failed attempt
-        bench.client.execute("HSET", KEYS.crashes, field, 1)
-    bench.process_deferred(replace(handler, retry=Retry(attempts=20, delay_ms=0, then="park")))
-    assert bench.outputs() == [1, 2, 3]
-    assert bench.client.execute("EXISTS", KEYS.crashes) == 0
 
 
 @pytest.mark.parametrize("routed", [0, 1])

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from millstream.delivery.effects import MAX_COMMIT_OUTPUTS
+from millstream.delivery.effects import MAX_COMMIT_OUTPUTS, crash_counts_of
+from millstream.handlers.consecutive import Stretch
 from millstream.spark.engine.commit_buffer import COMMIT_BYTES, COMMIT_MESSAGES, CommitBuffer
 from millstream.spark.engine.key_run import Entry, KeyRun
 
@@ -113,3 +114,34 @@ def test_a_state_is_committed_where_it_has_changed(state: bytes, committed: byte
     run.state, run.committed_state = state, b"old"
     CommitBuffer().stage(run)
     assert run.effects.state == committed
+
+
+@pytest.mark.parametrize("from_queue", [False, True], ids=["batch", "key queue"])
+def test_a_run_has_the_effects_of_all_its_stretches(from_queue: bool) -> None:
+    run = KeyRun("in", b"a", b"ka", deque(Entry(b"%d-0" % n, b"") for n in range(1, 6)), from_queue=from_queue)
+    run.on_committed()
+    run.add_stretch(Stretch(b"one", 2, 9, [b"\x90"], [(b"t", 5, b"\x91x")]))
+    run.add_stretch(Stretch(b"none", 0))
+    run.add_stretch(Stretch(b"two", 2, 9, [b"\x91y"]))
+    effects = run.effects
+    assert [entry.id_text for entry in run.covered] == [b"1-0", b"2-0", b"3-0", b"4-0"]
+    assert [entry.id_text for entry in run.entries] == [b"5-0"]
+    assert (effects.first_id, effects.last_id, effects.message_count, run.state) == ("1-0", "4-0", 4, b"two")
+    assert (effects.outputs, effects.timers) == ([b"\x90", b"\x91y"], [(b"t", 5, b"\x91x")])
+    others = ["1-0", "2-0", "3-0"]
+    assert list(effects.other_ids) == (others if from_queue else [])
+    counts = [field for one in (*others, "4-0") for field in crash_counts_of(one)]
+    assert list(effects.cleared_counts) == (counts if from_queue else [])
+
+
+def test_there_is_room_until_a_commit_is_due() -> None:
+    buffer, run = CommitBuffer(), run_of(b"a", processed=3)
+    run.effects.add_outputs([b"\x90"] * 4)
+    run.effects.add_timers([(b"t", 5, b"\x91x")])
+    buffer.count_bytes(100)
+    room = buffer.room_for(run)
+    assert room == (COMMIT_MESSAGES - 3, COMMIT_BYTES - 100, MAX_COMMIT_OUTPUTS - 5)
+    buffer.count_bytes(room.bytes - 1)
+    assert not buffer.is_filled_by(run)
+    buffer.count_bytes(1)
+    assert buffer.is_filled_by(run)
