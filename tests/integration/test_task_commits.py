@@ -7,8 +7,10 @@ import pytest
 
 from millstream import App
 from millstream.delivery.commit_store import CommitStore
+from millstream.delivery.effects import Effects
 from millstream.errors import StaleOwner
 from millstream.redis_client.client import Client
+from millstream.spark.engine import commit_buffer
 from millstream.spark.engine.commit_buffer import COMMIT_MESSAGES
 from millstream.spark.engine.key_run import KeyRun
 from millstream.spark.engine.run_committer import RunCommitter
@@ -93,3 +95,24 @@ def test_a_newer_run_ends_the_task_as_soon_as_a_commit_is_refused(
 def test_a_record_batch_without_rows_is_none(bench: Commits) -> None:
     empty = bench.rows((1, b"k", {"n": 1})).slice(0, 0)
     assert bench.process(bench.handler(), empty) == {}
+
+
+def test_a_key_with_many_bytes_is_committed_in_parts(bench: Commits, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commit_buffer, "COMMIT_BYTES", 1_000)
+    commits: list[int] = []
+    commit = CommitStore.commit
+
+    def count(store: CommitStore, effects: dict[str, list[Effects]]) -> list[Effects]:
+        commits.extend(one.message_count for one in effects["in"])
+        return commit(store, effects)
+
+    monkeypatch.setattr(CommitStore, "commit", count)
+
+    def handle(item: Item) -> dict[str, str]:
+        return {"n": str(item.n), "text": "x" * 300}
+
+    bench.process(
+        only(App("app"), handle, key="k", into="out"), bench.rows(*((n, b"a", {"n": n}) for n in range(1, 13)))
+    )
+    assert bench.outputs() == list(range(1, 13))
+    assert commits == [4, 4, 4]
