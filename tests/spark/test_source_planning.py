@@ -21,10 +21,10 @@ from millstream.spark.source.offset_ranges import (
     OffsetRange,
     TaskSizing,
     assign,
-    from_tuple,
+    from_columns,
     split_at,
     split_evenly,
-    to_tuple,
+    to_columns,
 )
 from millstream.spark.source.offset_seek import Seek, position_after, seek
 from millstream.spark.source.offsets import Offsets, Position, dump, load, unpack
@@ -153,7 +153,7 @@ def test_tasks_read_each_stream_in_order_and_none_has_too_much(
         chunks, key=lambda piece: (piece.stream, piece.after)
     )
     assert all(len(task) == 1 or sum(piece.size for piece in task) <= most for task in dealt)
-    assert from_tuple(to_tuple(round_robin)) == round_robin
+    assert [*from_columns(to_columns(round_robin))] == round_robin
 
 
 @given(

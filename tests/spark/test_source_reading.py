@@ -1,6 +1,8 @@
 """What a task of the source asks Redis for, and what it makes of lost replies; on real Redis, without Spark."""
 
-from collections.abc import Sequence
+import gc
+import pickle
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from itertools import chain, pairwise
 
@@ -11,7 +13,7 @@ from millstream.model import ZERO_ID, EntryId
 from millstream.redis_client.client import Client
 from millstream.redis_client.resp import Command, Reply, ReplySize
 from millstream.spark.source.entry_segment import RawEntries
-from millstream.spark.source.offset_ranges import OffsetRange
+from millstream.spark.source.offset_ranges import OffsetRange, from_columns, to_columns
 from millstream.spark.source.options import parse
 from millstream.spark.source.partition_reader import PartitionReader
 from millstream.spark.source.row_decoder import StreamEntries, split_ids
@@ -118,6 +120,36 @@ def test_small_streams_share_round_trips(client: Client) -> None:
         batches = read(watched, parts)
         assert len(watched.trips) <= 12
     assert all(ids(batches, piece.stream) == [b"%d-0" % n for n in range(1, 6)] for piece in parts)
+
+
+def test_tasks_receive_ranges_as_objects_that_the_garbage_collector_ignores() -> None:
+    last = EntryId(2**64 - 1, 2**64 - 1)
+    ranges = [
+        OffsetRange("s\udcff", EntryId(0, 0), last, 7, None),
+        OffsetRange("t", EntryId(5, 6), EntryId(5, 7), 1, 1, untouched=True),
+    ]
+    columns = pickle.loads(pickle.dumps(to_columns(ranges)))
+    assert not any(gc.is_tracked(item) for column in columns for item in column)
+    assert [*from_columns(columns)] == ranges
+    assert all(type(one) is OffsetRange and type(one.after) is EntryId for one in from_columns(columns))
+
+
+def test_a_range_is_made_when_it_is_to_be_read(client: Client) -> None:
+    """Objects of 100,000 ranges would be in the garbage collector's way while a task reads."""
+    streams, taken = [f"s{n:05}" for n in range(30_000)], 0
+
+    def ranges() -> Iterator[OffsetRange]:
+        nonlocal taken
+        for stream in streams:
+            taken += 1
+            yield OffsetRange(stream, ZERO_ID, EntryId(1, 0), 1, 1)
+
+    client.pipeline([("XADD", stream, "1-0", "a", "x") for stream in streams])
+    reading = PartitionReader(client, ranges(), limit_ms=5000, fail_on_data_loss=True)
+    assert taken == 0
+    taken_at_batches = [(taken, len(batch)) for batch in reading.batches(list)]
+    assert taken_at_batches[0][0] < 20_000, "those of the first batch, and of the round trips ahead"
+    assert sum(count for _, count in taken_at_batches) == taken == len(streams)
 
 
 @pytest.mark.parametrize("size", [1, 10, 500, 1_000])

@@ -14,7 +14,6 @@ from zlib import crc32
 import msgspec
 import pyarrow as pa
 
-from millstream.model import EntryId
 from millstream.redis_client.key_names import REDRIVE_FIELD
 from millstream.redis_client.replies import pairs_of
 
@@ -107,9 +106,9 @@ def _by_bucket(stream: str, by_key: ByKey, buckets: int) -> Mapping[int, list[ob
 
 
 def sortable(entry_id: bytes) -> bytes:
-    """Return an id in 16 bytes that compare as ids do."""
-    ms, seq = EntryId.parse(entry_id)
-    return ms.to_bytes(8, "big") + seq.to_bytes(8, "big")
+    """Return an id, as Redis writes it, in 16 bytes that compare as ids do."""
+    ms, _, seq = entry_id.partition(b"-")  # to validate the id of each of 100,000 streams takes a tenth of a second
+    return int(ms).to_bytes(8, "big") + int(seq).to_bytes(8, "big")
 
 
 # --- Reading blocks ---

@@ -93,7 +93,7 @@ class GroupPartitionReader(PartitionReader):
             self._unread_portions = self._fetch_ids()
         if not self._unread_portions:
             return None
-        requests, fetched, size = self._fetch(self._next_portions, lambda one: one[0].commands(one[1]))
+        requests, fetched, size = self._fetch(self._next_portions, _commands)
         replies = iter(fetched)
         runs: list[StreamEntries] = []
         for wanted, count in requests:
@@ -138,3 +138,7 @@ class GroupPartitionReader(PartitionReader):
             "deleted after they were added to the batch, before they were read"
         )
         report_loss(text, fail=self._fail_on_data_loss)
+
+
+def _commands(requests: list[tuple[_UnreadPortion, int]]) -> list[Command]:
+    return [command for portion, count in requests for command in portion.commands(count)]

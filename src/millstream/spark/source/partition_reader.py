@@ -5,7 +5,7 @@ larger entries may follow small ones.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -46,10 +46,6 @@ class _UnreadRange:
     end: bytes
     read_count: int = 0
 
-    @classmethod
-    def of(cls, piece: OffsetRange) -> "_UnreadRange":
-        return cls(piece, b"(%d-%d" % piece.after, b"%d-%d" % piece.until)
-
     @property
     def remaining(self) -> int:
         """Estimate of the entries left, rather too high: each shortfall costs a round trip."""
@@ -57,7 +53,7 @@ class _UnreadRange:
 
     def must_finish_before(self, other: "_UnreadRange") -> bool:
         """True if this range may need another round trip, and `other` is a later range of the same stream."""
-        return self.offset_range.stream == other.offset_range.stream and self.offset_range.rows is None
+        return self.offset_range.rows is None and self.offset_range.stream == other.offset_range.stream
 
 
 class Fetched(NamedTuple):
@@ -69,7 +65,7 @@ class Fetched(NamedTuple):
 
 
 class PartitionReader:
-    """Reads all entries of `ranges`, in stream order within one range.
+    """Reads all entries of `ranges`, in stream order within one range. Takes each range when it is to be read.
 
     `limit_ms` bounds the wait for an unavailable Redis; None waits for ever. Raises DataLoss for entries that were lost
     after planning, or logs their number unless `fail_on_data_loss`. Reads entries from `replicas`, if given, and
@@ -79,7 +75,7 @@ class PartitionReader:
     def __init__(
         self,
         client: Client,
-        ranges: Sequence[OffsetRange],
+        ranges: Iterable[OffsetRange],
         *,
         limit_ms: float | None,
         fail_on_data_loss: bool,
@@ -90,7 +86,8 @@ class PartitionReader:
         self._fetch_entries = partial(fetch_calls, client) if replicas is None else ReplicaReads(replicas).fetch
         self._limit_ms = limit_ms
         self._fail_on_data_loss = fail_on_data_loss
-        self._unread_ranges = deque(_UnreadRange.of(one) for one in ranges)
+        self._ranges = iter(ranges)
+        self._unread_ranges: deque[_UnreadRange] = deque()
         self._trip_entries = 1  # the size of entries is not known yet
         self._entry_bytes = 1
         self._reads_segments = as_segments and replicas is None
@@ -115,9 +112,9 @@ class PartitionReader:
 
     def _round_trip(self) -> Fetched | None:
         """Fetch the next entries in one round trip; None at the end."""
-        if not self._unread_ranges:
+        requests, replies, size = self._fetch(self._next_ranges, _commands)
+        if not requests:
             return None
-        requests, replies, size = self._fetch(self._next_ranges, lambda one: [self._command(*one)])
         for _ in requests:
             self._unread_ranges.popleft()
         runs = [
@@ -131,19 +128,23 @@ class PartitionReader:
         """Choose the ranges of the next round trip, and the COUNT of each."""
         requests: list[tuple[_UnreadRange, int]] = []
         budget = self._trip_entries
-        for reader in self._unread_ranges:
+        for reader in self._in_order():
             if budget <= 0 or (requests and requests[-1][0].must_finish_before(reader)):
                 break
             requests.append((reader, min(reader.remaining, self._trip_entries)))
             budget -= requests[-1][1]
         return requests
 
-    @staticmethod
-    def _command(reader: _UnreadRange, count: int) -> Command:
-        return ("XRANGE", reader.offset_range.stream, reader.start, reader.end, "COUNT", count)
+    def _in_order(self) -> Iterator[_UnreadRange]:
+        """The ranges that are not read to their end. One that is taken is among `_unread_ranges` from then on."""
+        yield from self._unread_ranges
+        for one in self._ranges:
+            reader = _UnreadRange(one, b"(%d-%d" % one.after, b"%d-%d" % one.until)
+            self._unread_ranges.append(reader)
+            yield reader
 
     def _fetch(
-        self, choose: Callable[[], list[T]], commands_of: Callable[[T], list[Command]]
+        self, choose: Callable[[], list[T]], commands_of: Callable[[list[T]], list[Command]]
     ) -> tuple[list[T], list[Reply], int]:
         """Fetch what `choose` returns; return it with the replies and their size. Retries with fewer entries if the
         reply is too large.
@@ -156,7 +157,7 @@ class PartitionReader:
         def attempt() -> tuple[list[T], list[Reply], int]:
             while True:
                 chosen = choose()
-                commands = [command for one in chosen for command in commands_of(one)]
+                commands = commands_of(chosen)
                 meter = self._meter(len(commands))
                 try:
                     replies = self._fetch_entries(commands, meter)
@@ -220,6 +221,12 @@ class PartitionReader:
             f"{offset_range.until} while they were being read: they were trimmed or deleted"
         )
         report_loss(text, fail=self._fail_on_data_loss)
+
+
+def _commands(requests: list[tuple[_UnreadRange, int]]) -> list[Command]:
+    return [
+        ("XRANGE", reader.offset_range.stream, reader.start, reader.end, "COUNT", count) for reader, count in requests
+    ]
 
 
 def _is_whole(offset_range: OffsetRange, info: StreamInfo) -> bool:

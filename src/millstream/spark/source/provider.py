@@ -26,7 +26,7 @@ from millstream.spark.option_parser import OptionParser
 from millstream.spark.sink.options import NAMES as SINK_NAMES
 from millstream.spark.sink.options import is_for_writing, parse_sink
 from millstream.spark.source.batch_limits import Advance, BatchLimits, NoAdvance
-from millstream.spark.source.offset_ranges import to_tuple
+from millstream.spark.source.offset_ranges import to_columns
 from millstream.spark.source.offsets import Offsets, Positions, dump, load
 from millstream.spark.source.options import NAMES, SourceOptions, parse
 from millstream.spark.source.reader_base import DELAY_POLL_S, ReaderBase, idle_wait
@@ -185,7 +185,7 @@ class RedisBatchReader(ReaderBase, DataSourceReader):
         self._options.check_batch()
         check_schema(self._options.columns, self._schema)
         tasks = self._with_retry(lambda: self._planner.plan_batch_read(self._read_range), limit_ms=_BATCH_PATIENCE_MS)
-        return [InputPartition(to_tuple(ranges)) for ranges in tasks]
+        return [InputPartition(to_columns(ranges)) for ranges in tasks]
 
     def read(self, partition: InputPartition) -> "Iterator[pa.RecordBatch]":
         """Yield the rows of one partition."""
@@ -306,7 +306,7 @@ class RedisStreamReader(ReaderBase, DataSourceStreamReader, SupportsTriggerAvail
         tasks = self._with_retry(
             lambda: self._planner.plan_tasks(self._parse_offsets(start).positions, self._parse_offsets(end).positions)
         )
-        return [InputPartition(to_tuple(ranges)) for ranges in tasks]
+        return [InputPartition(to_columns(ranges)) for ranges in tasks]
 
     def stop(self) -> None:
         """End the query: leave no seek behind that has begun."""

@@ -83,6 +83,8 @@ class BatchMaker:
 
 def chunks(runs: Sequence[StreamEntries]) -> list[EntrySegment | list[Entry]]:
     """All entries in order: those with the same bytes as one segment, others as lists; one chunk at least."""
+    if RawEntries not in {type(run) for _, run in runs}:
+        return [list(chain.from_iterable([run for _, run in runs]))]  # in one step for all of many small streams
     found: list[EntrySegment | list[Entry]] = []
     for part in _parts(runs):
         last = found[-1] if found else None
@@ -95,7 +97,7 @@ def chunks(runs: Sequence[StreamEntries]) -> list[EntrySegment | list[Entry]]:
             last += part
         else:
             found.append(part)
-    return found or [[]]
+    return found
 
 
 def _parts(runs: Sequence[StreamEntries]) -> Iterator[EntrySegment | list[Entry]]:
