@@ -489,3 +489,34 @@ def test_a_task_sets_the_timers_of_a_message_beside_its_output_and_state(bench: 
     done = bench.process(handler, bench.rows(*((n, b"a", {"n": n, "k": "a"}) for n in (1, 2))))
     assert (done["committed"], bench.outputs()) == (2, [1, 2])
     assert len(DelayedMessages(bench.client).find("in", limit=10)) == 2
+
+
+def test_a_handler_that_changes_its_message_changes_neither_the_dead_letter_nor_what_of_its_key_is_done(
+    bench: TaskFixture,
+) -> None:
+    def handle(message: Message) -> dict[str, int]:
+        n = int(message.fields["n"])
+        if n == 2:
+            message.stream, message.id, message.pairs, message.key = "other", "9-0", [], b"other"
+            raise Reject("no")
+        return {"n": n}
+
+    handler = only(App("app"), handle, name="handle", key="k", into="out")
+    for numbers in (range(1, 3), range(3, 10)):  # as in two batches, the first of which is not at its end yet
+        bench.process(handler, bench.rows(*((n, b"a", {"n": n}) for n in numbers)))
+    assert bench.outputs() == [1, *range(3, 10)]
+    (dead,) = bench.dead()
+    assert (dead.stream, dead.id, dead.key, list(dead.pairs)) == ("in", "2-0", b"a", [b"n", b"2"])
+
+
+def test_a_handler_of_lists_that_changes_its_messages_has_done_those_that_were_published(bench: TaskFixture) -> None:
+    def handle(messages: list[Message]) -> list[dict[str, str]]:
+        outputs = [{"n": message.text("n", "")} for message in messages]
+        for message in messages:
+            message.id = "9-0"
+        return outputs
+
+    handler = only(App("app"), handle, name="handle", into="out")
+    for _ in range(2):  # Spark may repeat a task
+        bench.process(handler, bench.rows(*((n, None, {"n": n}) for n in range(1, 4))))
+    assert bench.outputs() == [1, 2, 3]

@@ -15,7 +15,7 @@ from millstream.delivery.last_error import LastError
 from millstream.errors import Unfinished
 from millstream.handlers.attempt import Parked, RetryLater
 from millstream.handlers.consecutive import Stretch, unpack
-from millstream.model import ZERO_ID, EntryId, Retry
+from millstream.model import ZERO_ID, EntryId, Message, Retry
 from millstream.redis_client.key_names import EDITED_FIELD, REDRIVE_FIELD, own_pairs
 from millstream.redis_client.resp import Arg
 
@@ -144,6 +144,10 @@ class KeyRun:
             last_error=last_error,
             ids=ids[:1] if self.from_queue else ids,
         )
+
+    def published(self, entry: Entry, attempt: int) -> Message:
+        """The message of one of its entries, as published."""
+        return Message(self.stream, entry.id_text.decode(), unpack_fields(entry.packed)[0], self.key, attempt)
 
     def next_entries(self) -> Iterable[Entry]:
         """Its next entries, up to the first that may be for one handler alone."""
