@@ -114,11 +114,11 @@ class TimeLimiter(Protocol):
 Arguments = dict[str, Any] | None
 """The arguments of a handler by name; None: the message alone, by position."""
 
-_NO_STATE = State()
-_NO_RESULTS: RunResult = (), (), None
+NO_STATE = State()
+NO_RESULTS: RunResult = (), (), None
 UNSTORABLE = (TypeError, OverflowError, RecursionError, ValueError)
 """What `encode_state` raises."""
-_AS_PUBLISHED: tuple[State, None] = _NO_STATE, None
+_AS_PUBLISHED: tuple[State, None] = NO_STATE, None
 
 
 def is_limited(outcome: Outcome) -> bool:
@@ -138,7 +138,7 @@ async def attempt(handler: Handler, message: Message, blob: bytes, deadlines: De
         return prepared
     state, arguments = prepared
     ended = await _run(handler, message, arguments, deadlines)
-    return NO_EFFECTS if ended is _NO_RESULTS and state is _NO_STATE else _outcome_of(handler, message, state, ended)
+    return NO_EFFECTS if ended is NO_RESULTS and state is NO_STATE else outcome_of(handler, message, state, ended)
 
 
 def attempt_plain(handler: Handler, message: Message, blob: bytes, guard: TimeLimiter | None = None) -> Outcome:
@@ -148,7 +148,7 @@ def attempt_plain(handler: Handler, message: Message, blob: bytes, guard: TimeLi
         return prepared
     state, arguments = prepared
     ended = _call(handler, message, arguments) if guard is None else _run_plain(handler, message, arguments, guard)
-    return NO_EFFECTS if ended is _NO_RESULTS and state is _NO_STATE else _outcome_of(handler, message, state, ended)
+    return NO_EFFECTS if ended is NO_RESULTS and state is NO_STATE else outcome_of(handler, message, state, ended)
 
 
 def timed_out(handler: Handler, message: Message, *, where: TracebackType | None = None, alone: bool = True) -> Outcome:
@@ -184,13 +184,11 @@ def _prepare_batch(
     return run, dead, {name: [arguments[name] for arguments in bound] for name, _ in handler.arguments}
 
 
-def _batch_outcome(
-    handler: Handler, messages: Sequence[Message], ended: RunResult, state: State = _NO_STATE
-) -> Outcome:
+def _batch_outcome(handler: Handler, messages: Sequence[Message], ended: RunResult, state: State = NO_STATE) -> Outcome:
     raised = ended[2]
     if len(messages) > 1 and raised is not None:
         return _retry_singly(handler, raised)
-    return _outcome_of(handler, messages[0], state, ended)
+    return outcome_of(handler, messages[0], state, ended)
 
 
 async def attempt_list(handler: Handler, messages: Sequence[Message], blob: bytes) -> ListOutcome:
@@ -243,7 +241,7 @@ def _prepare(
     handler: Handler, message: Message, blob: bytes
 ) -> tuple[State, dict[str, Any]] | DeadLettered | RetryLater:
     try:
-        state = current_state(blob, handler.state_upcasts) if handler.wants_state else _NO_STATE
+        state = current_state(blob, handler.state_upcasts) if handler.wants_state else NO_STATE
         return state, handler.bind(message, state)
     except (DecodeError, ValueError) as error:
         return outcome_of_unprepared(handler, error)
@@ -265,7 +263,8 @@ def _newer_code_wait_ms(retry: Retry) -> float:
     return replace(retry, delay_ms=longest_ms, max_delay_ms=longest_ms).delay_after(1)
 
 
-def _outcome_of(handler: Handler, message: Message, state: State, ended: RunResult) -> Outcome:
+def outcome_of(handler: Handler, message: Message, state: State, ended: RunResult) -> Outcome:
+    """Return the outcome of a run that has ended so and has left this state."""
     outputs, timers, raised = ended
     if raised is not None:
         return _error_outcome(handler, message, raised)
@@ -300,7 +299,7 @@ async def _run(
     deadlines.begin(task)
     try:
         result = await (handler.function(message) if arguments is None else handler.function(**arguments))
-        ended: RunResult = _NO_RESULTS if result is None else encode_results(handler, origin, result)
+        ended: RunResult = NO_RESULTS if result is None else encode_results(handler, origin, result)
     # A handler may raise anything, SystemExit too: one message must not end the worker. It becomes an outcome.
     except BaseException as error:
         if isinstance(error, GeneratorExit) and asyncio.current_task(deadlines.loop) is not task:
@@ -331,7 +330,7 @@ def _call(handler: Handler, message: Message, arguments: Arguments) -> RunResult
     # Errors are returned, not raised: a StopIteration, for one, cannot pass through a coroutine.
     try:
         result = handler.function(message) if arguments is None else handler.function(**arguments)
-        return _NO_RESULTS if result is None else encode_results(handler, origin, result)
+        return NO_RESULTS if result is None else encode_results(handler, origin, result)
     except BaseException as error:  # noqa: BLE001 - a handler may raise anything, SystemExit too; it becomes an outcome
         return (), (), error
 
@@ -343,7 +342,7 @@ def encode_results(handler: Handler, origin: Origin, result: object) -> RunResul
     handler may change its message. Raises OutputError.
     """
     if result is None:
-        return _NO_RESULTS
+        return NO_RESULTS
     if type(result) is dict and handler.into is not None:  # nearly all results: what follows does the same for them
         entry = pack_output(result)
         if len(entry) <= MAX_OUTPUT_BYTES:

@@ -11,16 +11,16 @@ import msgspec
 
 from millstream.errors import DecodeError
 from millstream.handlers.attempt import (
-    _NO_RESULTS,
-    _NO_STATE,
     MAX_OUTPUT_BYTES,
+    NO_RESULTS,
+    NO_STATE,
     UNSTORABLE,
     Done,
     Outcome,
     TimeLimiter,
-    _outcome_of,
     attempt_plain,
     encode_results,
+    outcome_of,
     outcome_of_unprepared,
 )
 from millstream.handlers.encoding import pack_output
@@ -151,12 +151,12 @@ def _attempt_directly(
         first: Any = message_of(*entry) if decode is None else unpack(entry[1])
         origin = origin_of(handler, first) if decode is None else None  # before the run, which may change the message
         try:
-            state = current_state(blob, upcasts) if wants_state else _NO_STATE
+            state = current_state(blob, upcasts) if wants_state else NO_STATE
             first = first if decode is None else decode(first)
         except (DecodeError, ValueError) as error:
             done.stopped_by = message_of(*entry), outcome_of_unprepared(handler, error)
             break
-        output, ended = b"", _NO_RESULTS
+        output, ended = b"", NO_RESULTS
         try:
             try:
                 timer.begin(limit_ms)
@@ -179,13 +179,13 @@ def _attempt_directly(
                 stored, ended = None, ((output,), (), None) if output else ended
         if stored is None:
             message = first if decode is None else message_of(*entry)
-            done.stopped_by = message, _outcome_of(handler, message, state, ended)
+            done.stopped_by = message, outcome_of(handler, message, state, ended)
             break
         blob = stored
         count, size = count + 1, size + len(blob) + len(output)
         if output:
             outputs.append(output)
-        elif ended is not _NO_RESULTS:
+        elif ended is not NO_RESULTS:
             outputs += ended[0]
             timers += ended[1]
             size += _size_of(*ended[:2])
