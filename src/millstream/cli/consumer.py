@@ -15,6 +15,7 @@ from millstream.cli.terminal import print_json, print_message
 from millstream.errors import ConfigError
 from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.deployments import parse_route
+from millstream.redis_client.formats import join_words
 
 Target = Annotated[str, typer.Argument(help="module:function or path/to/file.py:function", metavar="FUNCTION")]
 Stream = Annotated[str, typer.Option("--ticket-stream", help="The stream of messages.")]
@@ -129,5 +130,4 @@ def consumer(
 def _check_required(*values: object) -> None:
     """Raise ConfigError with all options that are missing; they may come from the environment and from a file, too."""
     if missing := [option for option, value in zip(_REQUIRED, values, strict=True) if not value]:
-        words = " and ".join(filter(None, (", ".join(missing[:-1]), missing[-1])))
-        raise ConfigError(f"a consumer needs {words}; see: millstream consumer --help")
+        raise ConfigError(f"a consumer needs {join_words(missing, 'and')}; see: millstream consumer --help")

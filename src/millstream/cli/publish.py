@@ -23,7 +23,7 @@ from millstream.producer.bulk import Publisher
 from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import escape
-from millstream.redis_client.formats import format_size, pluralize
+from millstream.redis_client.formats import format_size, join_words, pluralize
 
 
 class Format(StrEnum):
@@ -138,8 +138,7 @@ def _format_of(file: str) -> Format:
         if file.lower().endswith(suffix):
             return found
     if file != "-" and not Path(file).exists():
-        *some, last = _BY_SUFFIX
-        raise ConfigError(f"{file!r} is neither NAME=VALUE nor a file that ends in {', '.join(some)} or {last}")
+        raise ConfigError(f"{file!r} is neither NAME=VALUE nor a file that ends in {join_words([*_BY_SUFFIX], 'or')}")
     name = "standard input" if file == "-" else repr(file)
     raise ConfigError(f"unknown format of {name}: add --format csv or --format jsonl")
 

@@ -4,6 +4,8 @@ import re
 from difflib import get_close_matches
 from typing import Any
 
+from millstream.redis_client.formats import join_words
+
 _SUGGESTION = re.compile(r"\.? \(?(?:Did you mean|Possible options:) (.*?)[?)]*$")
 _NO_NUMBER = re.compile(r"is not (?:a valid (int|integer|float)(?: range)?|in the range \S+)$")
 
@@ -26,7 +28,7 @@ def describe_usage_error(error: Any, words: str) -> str:
 def _commands_of(context: Any) -> str:
     """The commands of a family, such as `millstream rate`, as the end of an error text; nothing of all families."""
     names = sorted(getattr(context.command, "commands", {})) if context.parent is not None else []
-    return f"; use {' or '.join(filter(None, (', '.join(names[:-1]), names[-1])))}" if names else ""
+    return f"; use {join_words(names, 'or')}" if names else ""
 
 
 def _number_of(kind: Any) -> str:

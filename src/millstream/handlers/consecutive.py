@@ -93,18 +93,8 @@ def attempt_consecutive(
 
     `blob`: the state of the key. Never raises. The entries after the last one that was run are not touched.
     """
-    attempt = _attempt_directly if handler.is_direct else _attempt_each
-    return attempt(handler, entries, message_of, blob, timer, room)
-
-
-def _attempt_each(
-    handler: Handler,
-    entries: Iterable[PackedEntry],
-    message_of: MessageOf,
-    blob: bytes,
-    timer: AttemptTimer,
-    room: Room,
-) -> Stretch:
+    if handler.is_direct:
+        return _attempt_directly(handler, entries, message_of, blob, timer, room)
     done = Stretch(blob)
     guard = timer.guard
     for entry_id, packed in entries:
@@ -139,7 +129,7 @@ def _attempt_directly(
     timer: AttemptTimer,
     room: Room,
 ) -> Stretch:
-    """As `_attempt_each`, for a handler that is direct: without a call for each step, and without a message for a model."""
+    """As `attempt_consecutive`, for a handler that is direct: without a call for each step, and without a message for a model."""
     function: Callable[..., Any] = handler.function
     wants_state, writes, limit_ms = handler.wants_state, handler.into is not None, handler.time_limit_ms
     upcasts, version, decode = handler.state_upcasts, handler.state_version, handler.decoder

@@ -1,5 +1,6 @@
-"""Numbers, sizes, durations and times as people read them, on screens and in findings."""
+"""Numbers, sizes, durations, times and lists of words as people read them, on screens and in findings."""
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 
 
@@ -50,6 +51,12 @@ def format_size(count: float) -> str:
 def pluralize(number: int, thing: str, things: str = "") -> str:
     """A number with its noun in singular or plural: `1 entry`, `2 entries`."""
     return f"{number:,} {thing if number == 1 else things or thing + 's'}"
+
+
+def join_words(words: Sequence[str], conjunction: str) -> str:
+    """Return words as a sentence lists them, like "a, b or c"."""
+    *some, last = words
+    return f"{', '.join(some)} {conjunction} {last}" if some else last
 
 
 def progress(done: int, total: int, verb: str) -> str:

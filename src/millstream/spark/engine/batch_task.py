@@ -93,7 +93,7 @@ class BatchTask(PartitionTask):
         assert not isinstance(outcome, (RetryLater, Parked))
         ((lead, message), *rest) = some
         self._add_outcome(lead, message, outcome)
-        lead.effects.other_ids = [run.entries[0].id_text.decode() for run, _ in rest]
+        lead.effects.other_ids = [run.next_id for run, _ in rest]
         lead.effects.message_count += len(rest)
         lead.others = [run for run, _ in rest]
         for run in lead.others:

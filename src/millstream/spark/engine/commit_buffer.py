@@ -39,12 +39,7 @@ class CommitBuffer:
 
     def is_filled_by(self, run: KeyRun) -> bool:
         """Return True if a flush is due once the effects of this run are staged, which may go on."""
-        effects = run.effects
-        return (
-            effects.message_count >= COMMIT_MESSAGES
-            or self._bytes >= COMMIT_BYTES
-            or effects.output_count >= MAX_COMMIT_OUTPUTS
-        )
+        return min(self.room_for(run)) <= 0
 
     def room_for(self, run: KeyRun) -> Room:
         """Return how much the effects of this run may grow until `is_filled_by` is true."""

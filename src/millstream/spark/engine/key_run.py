@@ -145,9 +145,14 @@ class KeyRun:
             ids=ids[:1] if self.from_queue else ids,
         )
 
-    def published(self, entry: Entry, attempt: int) -> Message:
-        """The message of one of its entries, as published."""
-        return Message(self.stream, entry.id_text.decode(), unpack_fields(entry.packed)[0], self.key, attempt)
+    @property
+    def next_id(self) -> str:
+        """The id of its next entry."""
+        return self.entries[0].id_text.decode()
+
+    def next_published(self, attempt: int) -> Message:
+        """The message of its next entry, as published."""
+        return Message(self.stream, self.next_id, unpack_fields(self.entries[0].packed)[0], self.key, attempt)
 
     def next_entries(self) -> Iterable[Entry]:
         """Its next entries, up to the first that may be for one handler alone."""

@@ -271,15 +271,14 @@ class PartitionTask:
 
     def _add_outcome(self, run: KeyRun, message: Message, outcome: Done | DeadLettered) -> None:
         """Add a processed message's outcome to its run's effects, with what was published: a handler may change its message."""
-        effects, entry = run.effects, run.entries[0]
-        entry_id = entry.id_text.decode()
+        effects, entry_id = run.effects, run.next_id
         effects.add_message(entry_id)
         if run.may_be_redriven:
-            entry.add_copy_to(effects)
+            run.entries[0].add_copy_to(effects)
         if self._cautious.is_on or run.from_queue:  # its key may have waited without a failed attempt
             effects.clear_crash_counts(*crash_counts_of(entry_id))
         if isinstance(outcome, DeadLettered):
-            message = run.published(entry, message.attempt)
+            message = run.next_published(message.attempt)
             effects.add_dead_letter(dead_letter_of(self._handler, message, outcome).items())
             if run.key is not None and cancels_rest(self._handler, outcome):
                 effects.cancels, run.cancellation = entry_id, Cancellation(entry_id)
@@ -303,8 +302,7 @@ class PartitionTask:
         if isinstance(outcome, RetryLater):
             self._metrics[run.stream].retries += 1
             delay_ms = outcome.delay_ms
-        entry_id = run.entries[0].id_text.decode()
-        self._failures.attempt_failed(run.stream, entry_id, run.key, message.attempt, outcome, delay_ms=delay_ms)
+        self._failures.attempt_failed(run.stream, run.next_id, run.key, message.attempt, outcome, delay_ms=delay_ms)
 
     # --- Committing and deferring ---
 

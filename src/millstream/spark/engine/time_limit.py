@@ -25,7 +25,7 @@ _MIN_WAIT_S = 0.001
 class AttemptTimeLimit:
     """Interrupts an attempt that exceeds its time limit. Created outside a process's main thread, it sets no limit.
 
-    `armed`: an attempt runs; whoever has called `begin` sets it to False, and once more if TimeLimit is raised meanwhile.
+    `armed`: an attempt runs; the caller of `begin` sets it to False, and once more if TimeLimit is raised meanwhile.
 
     Setting the timer costs as much as a cheap handler does, so attempts share one: when it fires before the limit of the
     attempt that runs then, it is set anew for the rest.
