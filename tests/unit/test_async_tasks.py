@@ -14,7 +14,7 @@ from millstream.handlers.deadlines import Deadlines, deadlines_of
 from millstream.worker.in_flight import InFlight
 from millstream.worker.running.async_runner import AsyncRunner
 from tests.support.runners import delivery, runner_of, running
-from tests.support.waiting import FAIL_SAFE_S, eventually
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.worker]
 
@@ -153,29 +153,51 @@ def test_the_run_of_one_message_of_several_that_wait_can_be_cancelled(
     assert cancelled == ["2-0"]
 
 
+class SteppedLoop(asyncio.SelectorEventLoop):
+    """Its time stands still until a test moves it."""
+
+    now_s = 0.0
+
+    def time(self) -> float:
+        """Where the test put it."""
+        return self.now_s
+
+
 def test_a_timer_of_all_attempts_cancels_each_that_is_due_and_no_other() -> None:
     cancelled: list[str] = []
+    loop, goes_on = SteppedLoop(), asyncio.Event()
 
-    async def run(name: str, *, ends: bool) -> None:
+    async def run(name: str, *, ends: bool = False) -> None:
         task = asyncio.current_task()
         assert task is not None
-        deadlines = deadlines_of(asyncio.get_running_loop(), 0.05)
+        deadlines = deadlines_of(loop, 50)
         deadlines.begin(task)
         try:
-            await asyncio.sleep(0 if ends else FAIL_SAFE_S)
+            await (asyncio.sleep(0) if ends else goes_on.wait())
             assert not deadlines.end(task)
-            await asyncio.sleep(0.1)  # as the next message of its task does
+            await goes_on.wait()  # as the next message of its task does
         except asyncio.CancelledError:
             assert deadlines.end(task)
             cancelled.append(name)
 
-    async def main() -> None:
-        first = [asyncio.create_task(run(name, ends=name == "b")) for name in ("a", "b", "c")]
-        await asyncio.sleep(0.02)
-        await asyncio.gather(*first, run("d", ends=False))
+    async def cancelled_at(now_s: float) -> str:
+        loop.now_s = now_s
+        for _ in range(10):  # a timer that is due, and what it cancels
+            await asyncio.sleep(0)
+        return "".join(cancelled)
 
-    asyncio.run(main())
-    assert cancelled == ["a", "c", "d"]
+    async def main() -> list[str]:
+        first = [asyncio.create_task(run(name, ends=name == "b")) for name in ("a", "b", "c")]
+        await cancelled_at(0)
+        await cancelled_at(20)
+        last = asyncio.create_task(run("d"))
+        found = [await cancelled_at(now_s) for now_s in (20, 49, 50, 69, 70)]
+        goes_on.set()
+        await asyncio.gather(*first, last)
+        return found
+
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        assert runner.run(main()) == ["", "", "ac", "ac", "acd"]
 
 
 def test_each_loop_and_each_time_limit_has_deadlines_of_its_own() -> None:
