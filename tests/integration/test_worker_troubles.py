@@ -14,17 +14,12 @@ import pytest
 from millstream import Breaker, Message, Reject, Retry
 from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.effects import Effects
-from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.errors import HandlerStuck, Unfinished
-from millstream.handlers.attempt import NO_EFFECTS
 from millstream.observability import metrics as m
 from millstream.observability.health import Health
 from millstream.observability.metrics import Recorder
 from millstream.redis_client.client import Client
-from millstream.worker import WorkerPolicy
-from millstream.worker.in_flight import InFlight
 from millstream.worker.running import losses
-from millstream.worker.settling.committer import Committer
 from tests.support.clocks import LeapClock
 from tests.support.waiting import FAIL_SAFE_S, eventually
 from tests.support.workers import (
@@ -40,7 +35,6 @@ from tests.support.workers import (
     fill,
     fill_at_maxmemory,
     make,
-    make_context,
     outputs,
     pause,
     pending,
@@ -218,7 +212,7 @@ def test_a_suspect_at_maxmemory_delays_no_other_message(client: Client, caplog: 
 def test_effects_that_take_too_long_to_send_in_one_call_are_committed_in_several(
     client: Client, monkeypatch: pytest.MonkeyPatch, key: str | None
 ) -> None:
-    commit, block = CommitStore.commit, b"x" * 20_000
+    args_of, block = CommitStore._commit_args, b"x" * 20_000
     sent: list[int] = []
     ran: list[str | None] = []
 
@@ -226,12 +220,12 @@ def test_effects_that_take_too_long_to_send_in_one_call_are_committed_in_several
         ran.append(message.text("n"))
         return {"n": message.text("n"), "block": block}
 
-    def late(store: CommitStore, units: dict[str, list[Effects]], **options: Any) -> Any:
+    def late(store: CommitStore, units: list[Effects], call_number: str) -> Any:
         eventually(lambda: len(ran) >= 600, "the handler, which gets ahead")
-        sent.append(sum(unit.size for some in units.values() for unit in some))
-        return commit(store, units, **options)
+        sent.append(sum(unit.size for unit in units))
+        return args_of(store, units, call_number)
 
-    monkeypatch.setattr(CommitStore, CommitStore.commit.__name__, late)
+    monkeypatch.setattr(CommitStore, CommitStore._commit_args.__name__, late)
     fill(client, 1_000)
     with working(client, make(run, key=key)) as loop:
         eventually(lambda: loop.loop_metrics.committed == 1_000)
@@ -317,36 +311,6 @@ def test_slow_scans_for_streams_are_repeated_less_often_and_delay_no_message(
             eventually(lambda: loop.loop_metrics.committed == number + 22)  # noqa: B023 - it is over by then
             time.sleep(QUICK.sweep_ms / 4_000)
     assert len(scans) == 2, "the next is due in hours"
-
-
-def test_claims_on_other_streams_are_renewed_while_one_stream_cannot_be_committed(client: Client) -> None:
-    client.pipeline([("XADD", stream, "*", "n", "1") for stream in ("a", "b")])
-    streams = [ReliableStream(client, name, app="app", handler="handle", consumer="w") for name in ("a", "b")]
-    found: list[Delivery] = []
-    for stream in streams:
-        stream.join()
-        found += stream.fetch(count=1)
-    handler = make(nothing)
-    entries = InFlight(WorkerPolicy(), 1)
-    entries.add(found, 0)
-    context = make_context(client, handler, in_flight=entries)
-    committer = Committer(context, release=lambda deliveries: None)
-    waiting, going_on = threading.Event(), threading.Event()
-    commit = streams[0].commit
-
-    def late(*args: Any, **options: Any) -> Any:
-        waiting.set()
-        going_on.wait(FAIL_SAFE_S)
-        return commit(*args, **options)
-
-    streams[0].commit = late  # type: ignore[method-assign]
-    thread = threading.Thread(target=committer.settle, args=([((one,), NO_EFFECTS) for one in found],))
-    thread.start()
-    eventually(waiting.is_set)
-    assert [one.committing for one in found] == [True, False]
-    going_on.set()
-    thread.join()
-    assert (context.loop_metrics.committed, len(entries)) == (2, 0)
 
 
 # Handlers that misbehave

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count, islice
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -313,35 +314,35 @@ class ReliableStream:
 
     # The same within a number of bytes (except one entry) and without a wait, for callers that pipeline many streams
 
-    def fetch_call(self, *, count: int, max_bytes: int) -> Call[tuple[int, list[Delivery]]]:
+    def fetch_call(self, *, count: int, max_bytes: int) -> Call[tuple[int, Iterator[Delivery]]]:
         """Return the call that fetches up to `count` new entries, of at most `max_bytes` if they are several.
 
-        Its result: how many were fetched, and those of them that are to be processed (`to_deliveries`).
+        Its result: how many were fetched, and those of them that are to be processed (`to_deliveries`), made as read.
         """
         args = (self.group, self.consumer, count, max_bytes)
         return Call(READ_ENTRIES.command((self.stream,), args), self._parse_fetch)
 
     def fetch_within(self, *, count: int, max_bytes: int) -> list[Delivery]:
         """Make the call of `fetch_call`. Raises GroupMissing as `fetch` does."""
-        return self._client.run(self.fetch_call(count=count, max_bytes=max_bytes))[1]
+        return list(self._client.run(self.fetch_call(count=count, max_bytes=max_bytes))[1])
 
-    def _parse_fetch(self, reply: Reply) -> tuple[int, list[Delivery]]:
+    def _parse_fetch(self, reply: Reply) -> tuple[int, Iterator[Delivery]]:
         return len(reply) // 2, self._new_deliveries(pairs_of(reply))
 
     def to_deliveries(self, batches: Iterable[Batch]) -> list[Delivery]:
         """Return the fetched entries, without (but acknowledging) those that Spark committed beyond its
         committed id.
         """
-        return self._new_deliveries([entry for batch in batches for entry in batch.raw])
+        return list(self._new_deliveries(entry for batch in batches for entry in batch.raw))
 
-    def _new_deliveries(self, entries: Iterable[Sequence[Any]]) -> list[Delivery]:
+    def _new_deliveries(self, entries: Iterable[Sequence[Any]]) -> Iterator[Delivery]:
         if self._committed_by_spark:
             entries = list(entries)
             done = [entry_id for entry_id, _ in entries if entry_id in self._committed_by_spark]
             if done:
                 self._group.ack(done)
             entries = [entry for entry in entries if entry[0] not in self._committed_by_spark]
-        return [Delivery(self, entry_id, pairs) for entry_id, pairs in entries]
+        yield from [Delivery(self, entry_id, pairs) for entry_id, pairs in entries]
 
     def claim_idle(
         self, *, excluding: Container[bytes] = (), idle_ms: int = 0, own: bool = False, count: int = 100
@@ -491,19 +492,18 @@ class ReliableStream:
         `allow_oom`: even at maxmemory; only for units without effects. May safely be repeated: with the same
         `call_number`, from `new_call_number`, a repetition gets the first reply, if no other call came in between.
         """
-        refused = self._with_rejoin(
-            lambda: self._store.commit({self.stream: units}, allow_oom=allow_oom, call_number=call_number)
-        )
+        commit = partial(self._store.commit, {self.stream: units}, allow_oom=allow_oom, call_number=call_number)
+        return self._note_commit(units, self._with_rejoin(commit))
+
+    def commit_call(self, units: Sequence[U], call_number: str) -> Call[list[U]]:
+        """Return the call that `commit` makes. If the reply is an error or is lost, `commit` with its `call_number`."""
+        call = self._store.commit_call(self.stream, units, call_number)
+        return Call(call.command, lambda reply: self._note_commit(units, call.parse(reply)))
+
+    def _note_commit(self, units: Sequence[U], refused: list[U]) -> list[U]:
         if len(refused) < len(units):
             self.commit_count = next(self._commits)
         return refused
-
-    def commit_call(self, units: Sequence[U], call_number: str) -> Call[list[U]]:
-        """Return the call that `commit` makes, for callers that pipeline many streams.
-
-        If the reply is an error or is lost, call `commit` with the same `call_number`.
-        """
-        return self._store.commit_call(self.stream, units, call_number)
 
     def ack(self, *deliveries: Delivery) -> list[Effects]:
         """Commit entries that have no effects in Redis; return the units that were refused."""

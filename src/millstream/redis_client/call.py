@@ -1,4 +1,6 @@
-"""Call: a command and the parser of its reply, so that callers can send many calls in one round trip."""
+"""Call: a command and the parser of its reply, so that callers can send many calls in one round trip, or send one and
+read its reply later.
+"""
 
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -27,3 +29,17 @@ class Call(msgspec.Struct, Generic[T_co], frozen=True):
         if not isinstance(reply, RedisError):
             return self.parse(reply)
         return reply if self.on_error is None else self.on_error(reply)
+
+
+class SentCall(Generic[T_co]):
+    """A call that `Client.send` has sent. Redis executes it while the caller goes on."""
+
+    def __init__(self, call: Call[T_co], await_reply: "Callable[[SentCall[T_co]], None]") -> None:
+        self.call = call
+        self.reply: Reply = None
+        self._await_reply = await_reply
+
+    def result(self) -> T_co | RedisError:
+        """Wait for the reply; return its result, or the RedisError. After Unavailable it may have been executed."""
+        self._await_reply(self)
+        return self.call.resolve(self.reply)

@@ -31,7 +31,7 @@ from millstream.errors import (
     Unavailable,
     WrongType,
 )
-from millstream.redis_client.call import Call
+from millstream.redis_client.call import Call, SentCall
 from millstream.redis_client.deployments import _Route, _SingleNodeRoute, parse_route
 from millstream.redis_client.error_translation import (
     REDIS_ERRORS,
@@ -94,6 +94,7 @@ class Client:
         self._lock = threading.RLock()
         self._connections: dict[int, tuple[ConnectionPool, Any]] = {}
         self._cached_route: _Route | None = None
+        self._sent: tuple[SentCall[Any], Any] | None = None
         self._uncovered = Every(_UNCOVERED_MS)
 
     def __repr__(self) -> str:
@@ -114,6 +115,9 @@ class Client:
     def close(self) -> None:
         """Close every connection; the client may be used again."""
         with self._lock:
+            if self._sent is not None:
+                self._sent[0].reply = Unavailable(f"a connection to Redis at {redact_url(self.url)} was closed")
+                self._sent = None
             for pool, connection in self._connections.values():
                 connection.disconnect()
                 pool.release(connection)
@@ -178,6 +182,51 @@ class Client:
         pages = range(0, len(commands), _CALLS_PER_TRIP)
         replies = [reply for at in pages for reply in self.pipeline(commands[at : at + _CALLS_PER_TRIP])]
         return (call.resolve(reply) for call, reply in zip(calls, replies, strict=True))
+
+    def send(self, call: Call[T]) -> SentCall[T]:
+        """Send one call without waiting for its reply, which the next call of any thread reads at the latest.
+
+        It is never retried, but for a script that the server lacks. With several nodes it waits. Raises nothing:
+        `SentCall.result` returns the error.
+        """
+        sent = SentCall(call, self._await_reply)
+        command = call.command
+        with self._lock:
+            try:
+                pool = self._only_pool()
+                if pool is None:
+                    (sent.reply,) = self.pipeline([command])
+                else:
+                    self._receive_sent()
+                    connection, packed = self._connection(pool), pack_command(command)
+                    self._translating_errors(lambda: connection.send_packed_command([packed]), command)
+                    self._sent = sent, connection
+            except RedisError as error:
+                sent.reply = error
+        return sent
+
+    def _await_reply(self, sent: SentCall[Any]) -> None:
+        with self._lock:
+            if self._sent is not None and self._sent[0] is sent:
+                self._receive_sent()
+            if isinstance(sent.reply, ScriptMissing):
+                try:
+                    (sent.reply,) = self.pipeline([sent.call.command])
+                except RedisError as error:
+                    sent.reply = error
+
+    def _receive_sent(self) -> None:
+        """Read the reply to the call that was sent without waiting, if there is one: it comes before any other."""
+        if self._sent is None:
+            return
+        sent, connection = self._sent
+        command = sent.call.command
+        try:
+            reply = self._translating_errors(lambda: self._read(connection), command)
+            self._sent = None
+            (sent.reply,) = self._resolve([reply], [command])
+        except RedisError as error:
+            self._sent, sent.reply = None, error
 
     def shard(self, key: Arg) -> Shard:
         """The primary and replicas that have `key`."""
@@ -409,6 +458,7 @@ class Client:
         meter: ReplySize | None = None,
     ) -> list[Reply]:
         """One write, then one read per command. Returns error replies as values; a broken connection raises."""
+        self._receive_sent()
         connection = self._connection(pool)
 
         def exchange() -> list[Reply]:

@@ -31,6 +31,11 @@ class CompletionQueue:
     def __len__(self) -> int:
         return len(self._finished)
 
+    @property
+    def has_batch(self) -> bool:
+        """True if as many outcomes wait as `collect` returns at most."""
+        return len(self._finished) >= self._batch
+
     # A putting thread adds, then checks whether it must notify. The collector notes that it is idle or awake, then
     # checks for entries. So at least one of the two sees the other, without a lock.
 
@@ -52,7 +57,7 @@ class CompletionQueue:
     def collect(self, timeout_s: float | None) -> tuple[list[FinishedRun], bool]:
         """Wait for `timeout_s` at most; return up to `batch` outcomes, and whether the queue is closed and empty."""
         linger_s = self._linger_s if timeout_s is None else min(timeout_s, self._linger_s)
-        if len(self._finished) < self._batch and not self._await_notification(linger_s):
+        if not self.has_batch and not self._await_notification(linger_s):
             self._is_idle = True
             if not self._finished:
                 self._await_notification(timeout_s)

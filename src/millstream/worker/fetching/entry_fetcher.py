@@ -2,10 +2,10 @@
 
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
-from millstream.errors import RedisError
+from millstream.errors import RedisError, Unavailable
 from millstream.groups import Consumer
 from millstream.worker.context import WorkerContext
 from millstream.worker.fetching.fetcher import Fetcher
@@ -17,6 +17,7 @@ _MIN_STREAMS, _MAX_STREAMS = 2, 64
 _SMALL_READ_BYTES = 2**20
 _BLOCKING_COUNT = 4
 _FRESH_MS = 100.0
+_READS_IN_A_ROW = 8
 
 
 class EntryFetcher(Fetcher[ReliableStream]):
@@ -24,7 +25,8 @@ class EntryFetcher(Fetcher[ReliableStream]):
 
     The size of undelivered entries is unknown. So a script reads them and stops when no more bytes fit, and of many
     streams only a few are read in one round trip. The fetcher blocks for new entries only when all streams are empty,
-    and then reads few. On Redis Cluster it cannot block on several streams: it polls them.
+    and then reads few. On Redis Cluster it cannot block on several streams: it polls them. Of a single stream with a
+    backlog it sends the next read before it adds the entries of the last one to flight.
     """
 
     def __init__(self, context: WorkerContext, streams: Mapping[str, ReliableStream]) -> None:
@@ -90,6 +92,8 @@ class EntryFetcher(Fetcher[ReliableStream]):
         """
         found: dict[str, int] = {}
         names = list(plan.counts)
+        if len(names) == 1 and self._may_read_ahead():
+            return self._read_ahead(self._streams[names[0]], plan.counts[names[0]]), True
         at = size = 0
         while at < len(names) and self._in_flight.free_bytes > 0:
             # Each stream with entries returns one at least: no more are read together than have room for that.
@@ -124,13 +128,59 @@ class EntryFetcher(Fetcher[ReliableStream]):
                 found[stream.stream] = fetched
                 size += self._add_in_flight(stream, fetched, deliveries)
         for stream in failed:  # last: the entries of the other replies are in flight, whatever happens here
-            if deliveries := stream.fetch_within(count=most[stream], max_bytes=max_bytes):
-                found[stream.stream] = len(deliveries)
-                size += self._add_in_flight(stream, len(deliveries), deliveries)
+            if some := stream.fetch_within(count=most[stream], max_bytes=max_bytes):
+                found[stream.stream] = len(some)
+                size += self._add_in_flight(stream, len(some), some)
         return found, size
 
-    def _add_in_flight(self, stream: ReliableStream, count: int, deliveries: Sequence[Delivery]) -> int:
+    def _may_read_ahead(self) -> bool:
+        """True if entries are so small that the replies to two reads surely fit, and no rate limits them."""
+        is_small = self._affordable() >= 4 * self._policy.batch
+        return is_small and not (self._client.is_cluster or self._rate_limiter.is_active)
+
+    def _read_ahead(self, stream: ReliableStream, count: int) -> dict[str, int]:
+        """Read one stream as long as it has a batch more, and there is room for it; return the count, if it had some.
+
+        Redis executes each read while the entries of the one before are added to flight. None is under way at the end.
+        """
+        found = size = 0
+        max_bytes = self._in_flight.free_bytes // 2
+        sent = self._client.send(stream.fetch_call(count=count, max_bytes=max_bytes))
+        for reads_left in reversed(range(_READS_IN_A_ROW)):
+            result = sent.result()
+            if isinstance(result, Unavailable):
+                raise result
+            if isinstance(result, RedisError):  # Redis has delivered nothing
+                counts, read_bytes = self._read_some({stream: count})
+                found, size = found + sum(counts.values()), size + read_bytes
+                break
+            fetched, deliveries = result
+            following = None
+            if reads_left and fetched >= count and stream.readable and self._has_room_for_batch(fetched, max_bytes):
+                count, max_bytes = self._policy.batch, self._in_flight.free_bytes - max_bytes
+                following = self._client.send(stream.fetch_call(count=count, max_bytes=max_bytes))
+            try:
+                found, size = found + fetched, size + self._add_in_flight(stream, fetched, deliveries)
+            except RedisError:
+                if following is not None:
+                    following.result()  # pending entries are recovered next: by then Redis must have delivered these
+                raise
+            if following is None:
+                break
+            sent = following
+        counts = {stream.stream: found} if found else {}
+        self._learn_size(counts, size)
+        return counts
+
+    def _has_room_for_batch(self, fetched: int, max_bytes: int) -> bool:
+        """True if there is room for a batch beside `fetched` entries of up to `max_bytes` in total."""
+        free_bytes = self._in_flight.free_bytes - max_bytes
+        batch = self._policy.batch
+        return self._in_flight.free_slots() - fetched >= batch and free_bytes >= 2 * batch * (self._mean_bytes or 1)
+
+    def _add_in_flight(self, stream: ReliableStream, count: int, fetched: Iterable[Delivery]) -> int:
         """Add entries to flight; return their bytes. `count` includes delivered entries that were committed before."""
+        deliveries = list(fetched)
         self._rate_limiter.consume(stream.stream, count)
         self._in_flight.add(deliveries, self._clock.monotonic_ms())
         return sum([one.size for one in deliveries])

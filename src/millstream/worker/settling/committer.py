@@ -7,12 +7,15 @@ from math import inf
 from operator import itemgetter
 from typing import TypeVar
 
+import msgspec
+
 from millstream.clock import Every
 from millstream.delivery.effects import Unit, are_ids, chunk_by_size, last_ids_of
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
-from millstream.errors import OutOfMemory
+from millstream.errors import OutOfMemory, RedisError
 from millstream.handlers.attempt import NO_EFFECTS, DeadLettered, Done, RetryLater
 from millstream.handlers.dead_letter import reason_of
+from millstream.redis_client.call import SentCall
 from millstream.redis_client.key_names import REDRIVE_FIELD
 from millstream.redis_client.resp import Arg
 from millstream.worker.completion_queue import FinishedRun
@@ -30,8 +33,20 @@ PendingCommit = tuple[Sequence[Delivery], Unit]
 T = TypeVar("T")
 
 
+class _Commit(msgspec.Struct, frozen=True):
+    """Units of one stream that are committed together: `runs` is how many runs its end settles."""
+
+    stream: ReliableStream
+    some: Sequence[PendingCommit]
+    number: str
+    began_ms: float
+    runs: int
+
+
 class Committer:
     """Commits the outcomes of a handler, as many at once as have arrived, and schedules the retries.
+
+    While Redis executes one commit, the next is made from the outcomes that have arrived meanwhile, if they fill one.
 
     Used by one thread. `release` returns entries to the group that must not be run, or whose dead letter must not be
     written, as the breaker is open.
@@ -48,6 +63,7 @@ class Committer:
         self._breaker = context.breaker
         self._release = release
         self._retries = DelayQueue[Delivery]()
+        self._under_way: tuple[_Commit, SentCall[list[Unit]]] | None = None
         self._postponed: list[PendingCommit] = []
         self._postponed_due_ms = 0.0
         self._postponed_since_ms: float | None = None
@@ -58,6 +74,8 @@ class Committer:
         """Commit until the completion queue is closed."""
         ended = False
         while not ended:
+            if not self._in_flight.completions.has_batch:
+                self.finish()
             finished, ended = self._in_flight.completions.collect(self._wait_s())
             if finished:
                 self.settle(finished)
@@ -66,9 +84,10 @@ class Committer:
             if self._has_postponed and self._clock.monotonic_ms() >= self._postponed_due_ms:
                 self._retry_postponed()
             self._note_resumption()
+        self.finish()
 
     def settle(self, finished: Sequence[FinishedRun]) -> None:
-        """Commit, retry or dead-letter each of these runs."""
+        """Commit, retry or dead-letter each of these runs; their last commit may be under way until `finish`."""
         commits: dict[ReliableStream, list[PendingCommit]] = defaultdict(list)
         failed: dict[ReliableStream, list[Delivery]] = defaultdict(list)
         held_back: list[Delivery] = []
@@ -111,7 +130,8 @@ class Committer:
         self._commit(commits)
         if held_back:
             self._release(held_back)
-        self._loop_metrics.on_runs_settled(len(settled))
+        committing = sum([len(deliveries) for some in commits.values() for deliveries, _ in some])
+        self._loop_metrics.on_runs_settled(len(settled) - committing)
 
     def _unit_of(self, deliveries: Sequence[Delivery], done: Done) -> Unit:
         delivery = deliveries[0]
@@ -149,24 +169,62 @@ class Committer:
         if due:
             self._in_flight.buffer_again(due, now_ms)
 
-    def _commit(self, commits: Mapping[ReliableStream, Sequence[PendingCommit]]) -> None:
-        for stream, some in commits.items():
-            # Claims on entries of the later streams are renewed meanwhile: a commit may take long while a server is
-            # down.
-            for one in _deliveries(some):
-                one.committing = True
-            for chunk in chunk_by_size(some, itemgetter(1)):
-                try:
-                    self._commit_some(stream, chunk)
-                except OutOfMemory as error:
-                    self._postpone(stream, chunk, error)
+    def _commit(self, commits: Mapping[ReliableStream, Sequence[PendingCommit]], *, again: bool = False) -> None:
+        """Commit these units. The last commit is under way when this returns: Redis executes it meanwhile.
 
-    def _commit_some(self, stream: ReliableStream, some: Sequence[PendingCommit], *, allow_oom: bool = False) -> None:
+        The call of each is made while Redis executes the commit before. `again`: their runs count as settled already.
+        """
+        for stream, some in commits.items():
+            for chunk in chunk_by_size(some, itemgetter(1)):
+                deliveries, number = _deliveries(chunk), stream.new_call_number()
+                call = stream.commit_call([unit for _, unit in chunk], number)
+                before = self._await_commit()
+                # Not earlier: claims are renewed until then, and the commit before may take long while Redis is down.
+                for one in deliveries:
+                    one.committing = True
+                commit = _Commit(stream, chunk, number, self._clock.monotonic_ms(), 0 if again else len(deliveries))
+                self._under_way = commit, self._client.send(call)
+                if before is not None:
+                    self._note(*before)
+
+    def finish(self) -> None:
+        """Wait for the commit that is under way, if there is one."""
+        if (done := self._await_commit()) is not None:
+            self._note(*done)
+
+    def _await_commit(self) -> tuple[_Commit, Sequence[Unit]] | None:
+        """Wait for the commit that is under way; return it with its refused units, for `_note`.
+
+        Without a good reply it is repeated and noted here, or postponed: no other commit may come in between.
+        """
+        under_way, self._under_way = self._under_way, None
+        if under_way is None:
+            return None
+        commit, sent = under_way
+        refused = sent.result()
+        if not isinstance(refused, RedisError):
+            return commit, refused
+        try:
+            self._repeat(commit)
+        except OutOfMemory as error:
+            self._postpone(commit, error)
+        return None
+
+    def _repeat(self, commit: _Commit, *, allow_oom: bool = False) -> None:
+        units = [unit for _, unit in commit.some]
+        self._note(
+            commit,
+            self._retry_while_unavailable(
+                lambda: commit.stream.commit(units, allow_oom=allow_oom, call_number=commit.number)
+            ),
+            allow_oom=allow_oom,
+        )
+
+    def _note(self, commit: _Commit, refused: Sequence[Unit], *, allow_oom: bool = False) -> None:
+        """Note that these units are committed, but for those that Redis refused."""
+        stream, some = commit.stream, commit.some
         effects = [one for _, one in some]
-        began_ms = self._clock.monotonic_ms()
-        number = stream.new_call_number()
-        refused = self._retry_while_unavailable(lambda: stream.commit(effects, allow_oom=allow_oom, call_number=number))
-        took_s = (self._clock.monotonic_ms() - began_ms) / 1000
+        took_s = (self._clock.monotonic_ms() - commit.began_ms) / 1000
         refused_ids = {id(one) for one in refused}
         written = [one for one in some if id(one[1]) not in refused_ids] if refused_ids else some
         self._has_stored |= bool(written) and not allow_oom
@@ -189,6 +247,7 @@ class Committer:
         for batch, one in some if refused_ids else ():
             if len(batch) > 1 and id(one) in refused_ids:
                 self._rerun_owned(stream, batch)
+        self._loop_metrics.on_runs_settled(commit.runs)
 
     def _rerun_owned(self, stream: ReliableStream, deliveries: Sequence[Delivery]) -> None:
         """Run a refused batch again, without the entries of it that another worker has claimed."""
@@ -214,16 +273,20 @@ class Committer:
             raise result
         return result
 
-    def _postpone(self, stream: ReliableStream, some: Sequence[PendingCommit], error: OutOfMemory) -> None:
+    def _postpone(self, commit: _Commit, error: OutOfMemory) -> None:
         """Commit plain acknowledgements, which free memory in the end; keep the rest pending, without an attempt."""
-        acknowledgements = [one for one in some if not _adds_entries(one[1])]
+        stream = commit.stream
+        acknowledgements = [one for one in commit.some if not _adds_entries(one[1])]
         if acknowledgements:
-            self._commit_some(stream, acknowledgements, allow_oom=True)
-        postponed = [one for one in some if _adds_entries(one[1])]
+            began_ms = self._clock.monotonic_ms()
+            plain = _Commit(stream, acknowledgements, stream.new_call_number(), began_ms, 0)
+            self._repeat(plain, allow_oom=True)
+        postponed = [one for one in commit.some if _adds_entries(one[1])]
         for one in _deliveries(postponed):
             one.committing = False  # Redis may be out of memory for longer than a claim lasts
         self._postponed += postponed
         self._warn_postponed(len(postponed), stream, error)
+        self._loop_metrics.on_runs_settled(commit.runs)
 
     def _warn_postponed(self, count: int, stream: ReliableStream, error: OutOfMemory) -> None:
         now_ms = self._clock.monotonic_ms()
@@ -260,7 +323,8 @@ class Committer:
         for one in self._postponed:
             postponed[one[0][0].stream].append(one)
         self._postponed = []
-        self._commit(postponed)
+        self._commit(postponed, again=True)
+        self.finish()
 
     def _observe_run_times(self, finished: Sequence[FinishedRun]) -> None:
         observed = finished if self._loop_metrics.has_backend else finished[:_OBSERVED_AT_ONCE]

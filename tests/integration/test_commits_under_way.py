@@ -1,0 +1,175 @@
+"""Commits of a worker that Redis executes while the worker makes the next one."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+
+from millstream.delivery.reliable_stream import Delivery, ReliableStream
+from millstream.handlers.attempt import NO_EFFECTS, Done, Outcome
+from millstream.handlers.encoding import pack_output
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
+from millstream.testing.proxy import Proxy
+from millstream.worker import WorkerPolicy
+from millstream.worker.completion_queue import FinishedRun
+from millstream.worker.in_flight import InFlight
+from millstream.worker.settling.committer import Committer
+from tests.support.waiting import FAIL_SAFE_S, eventually
+from tests.support.workers import KEYS, double, fill, make, make_context
+
+pytestmark = [pytest.mark.worker]
+
+
+class Bench:
+    """A committer, and entries of streams that were fetched and are in flight."""
+
+    def __init__(self, client: Client, *streams: str) -> None:
+        self.found: list[Delivery] = []
+        self.in_flight = InFlight(WorkerPolicy(), 1)
+        for name in streams:
+            stream = ReliableStream(client, name, app="app", handler="handle", consumer="w", into="out")
+            stream.join()
+            self.found += stream.fetch(count=100)
+        self.in_flight.add(self.found, 0)
+        self.context = make_context(client, make(double), in_flight=self.in_flight)
+        self.committer = Committer(self.context, release=lambda deliveries: None)
+
+    @property
+    def committed(self) -> int:
+        return self.context.loop_metrics.committed
+
+    @property
+    def refused(self) -> int:
+        return self.context.loop_metrics.refused
+
+
+def ran(deliveries: Sequence[Delivery], outcome: Outcome = NO_EFFECTS) -> list[FinishedRun]:
+    return [((one,), outcome) for one in deliveries]
+
+
+def with_output(deliveries: Sequence[Delivery]) -> list[FinishedRun]:
+    return [((one,), Done([pack_output({"n": 1})], b"")) for one in deliveries]
+
+
+@pytest.fixture
+def proxy(millstream_server: EmbeddedServer) -> Iterator[Proxy]:
+    with Proxy(millstream_server.port) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def slow(proxy: Proxy) -> Iterator[Client]:
+    """A client whose calls pass through the proxy."""
+    with Client(proxy.url) as slow:
+        yield slow
+
+
+@contextmanager
+def frozen(proxy: Proxy) -> Iterator[None]:
+    """Redis answers nothing during the block."""
+    proxy.freeze()
+    try:
+        yield
+    finally:
+        proxy.resume()
+
+
+def test_runs_are_settled_while_redis_executes_the_commit_before(client: Client, proxy: Proxy, slow: Client) -> None:
+    fill(client, 4)
+    bench = Bench(slow, "in")
+    first, second = bench.found[:2], bench.found[2:]
+    with frozen(proxy):
+        bench.committer.settle(ran(first))  # does not wait
+        assert (bench.committed, len(bench.in_flight)) == (0, 4)
+        assert [one.committing for one in bench.found] == [True, True, False, False]
+        thread = threading.Thread(target=bench.committer.settle, args=(ran(second),))
+        thread.start()
+    thread.join(FAIL_SAFE_S)
+    assert (bench.committed, len(bench.in_flight)) == (2, 2)
+    bench.committer.finish()
+    assert (bench.committed, bench.refused, len(bench.in_flight)) == (4, 0, 0)
+    assert client.execute("XPENDING", "in", KEYS.group)[0] == 0
+
+
+def test_claims_on_other_streams_are_renewed_while_one_stream_cannot_be_committed(
+    client: Client, proxy: Proxy, slow: Client
+) -> None:
+    client.pipeline([("XADD", stream, "*", "n", "1") for stream in ("a", "b")])
+    bench = Bench(slow, "a", "b")
+    one, other = bench.found
+    with frozen(proxy):
+        thread = threading.Thread(target=bench.committer.settle, args=(ran(bench.found),))
+        thread.start()
+        eventually(lambda: one.committing)
+        time.sleep(0.05)  # a commit that is not sent yet must not count as under way
+        assert not other.committing
+    thread.join(FAIL_SAFE_S)
+    bench.committer.finish()
+    assert (bench.committed, len(bench.in_flight)) == (2, 0)
+
+
+@pytest.mark.parametrize("cut", [Proxy.cut_before, Proxy.cut_after])
+def test_a_commit_whose_connection_breaks_is_repeated_before_the_next_and_counts_once(
+    client: Client, proxy: Proxy, slow: Client, cut: Callable[..., None]
+) -> None:
+    fill(client, 4)
+    bench = Bench(slow, "in")
+    slow.execute("PING")
+    cut(proxy, "EVALSHA")
+    bench.committer.settle(with_output(bench.found[:2]))
+    bench.committer.settle(with_output(bench.found[2:]))
+    bench.committer.finish()
+    assert (bench.committed, bench.refused, len(bench.in_flight)) == (4, 0, 0)
+    assert client.execute("XLEN", "out") == 4
+    assert client.execute("XPENDING", "in", KEYS.group)[0] == 0
+
+
+def test_another_call_of_the_worker_leaves_the_commit_under_way_its_reply(client: Client) -> None:
+    fill(client, 2)
+    bench = Bench(client, "in")
+    bench.committer.settle(ran(bench.found))
+    assert client.execute("ECHO", "between") == b"between"
+    bench.committer.finish()
+    assert (bench.committed, bench.refused, len(bench.in_flight)) == (2, 0, 0)
+
+
+def test_effects_of_a_commit_under_way_for_which_redis_has_no_memory_are_postponed(client: Client) -> None:
+    fill(client, 4)
+    bench = Bench(client, "in")
+    plain, full = bench.found[:2], bench.found[2:]
+    client.execute("CONFIG", "SET", "maxmemory", "1")
+    try:
+        bench.committer.settle([*ran(plain), *with_output(full)])
+        bench.committer.finish()
+        assert (bench.committed, [one.committing for one in full]) == (2, [False, False])
+        assert bench.committer._has_postponed
+    finally:
+        client.execute("CONFIG", "SET", "maxmemory", "0")
+    bench.committer._retry_postponed()
+    assert (bench.committed, bench.refused, len(bench.in_flight)) == (4, 0, 0)
+    assert client.execute("XLEN", "out") == 2
+
+
+def test_the_committer_ends_without_a_commit_under_way(client: Client) -> None:
+    fill(client, 4)
+    bench = Bench(client, "in")
+    for run in ran(bench.found):
+        bench.in_flight.completions.put(run)
+    bench.in_flight.completions.close()
+    bench.committer.run()
+    assert (bench.committed, len(bench.in_flight)) == (4, 0)
+
+
+def test_a_run_counts_as_in_progress_until_its_commit_is_answered(client: Client, proxy: Proxy, slow: Client) -> None:
+    fill(client, 2)
+    bench = Bench(slow, "in")
+    settled: list[int] = []
+    bench.context.loop_metrics.on_runs_settled = settled.append  # type: ignore[method-assign]
+    with frozen(proxy):
+        bench.committer.settle(ran(bench.found))
+        assert sum(settled) == 0
+    bench.committer.finish()
+    assert sum(settled) == 2
