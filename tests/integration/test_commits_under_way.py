@@ -92,6 +92,7 @@ def test_runs_are_settled_while_redis_executes_the_commit_before(client: Client,
     bench.committer.finish()
     assert (bench.committed, bench.refused, len(bench.in_flight)) == (4, 0, 0)
     assert client.execute("XPENDING", "in", KEYS.group)[0] == 0
+    assert first[0].stream.commit_count == 2, "each is reason for a checkpoint"
 
 
 def test_claims_on_other_streams_are_renewed_while_one_stream_cannot_be_committed(
@@ -115,14 +116,15 @@ def test_claims_on_other_streams_are_renewed_while_one_stream_cannot_be_committe
 def test_a_commit_whose_connection_breaks_is_repeated_before_the_next_and_counts_once(
     client: Client, proxy: Proxy, slow: Client, cut: Callable[..., None]
 ) -> None:
-    fill(client, 4)
+    fill(client, 5)
     bench = Bench(slow, "in")
-    slow.execute("PING")
-    cut(proxy, "EVALSHA")
-    bench.committer.settle(with_output(bench.found[:2]))
-    bench.committer.settle(with_output(bench.found[2:]))
+    bench.committer.settle(ran(bench.found[:1]))  # from now on the server knows the script
     bench.committer.finish()
-    assert (bench.committed, bench.refused, len(bench.in_flight)) == (4, 0, 0)
+    cut(proxy, "EVALSHA")
+    bench.committer.settle(with_output(bench.found[1:3]))
+    bench.committer.settle(with_output(bench.found[3:]))
+    bench.committer.finish()
+    assert (bench.committed, bench.refused, len(bench.in_flight)) == (5, 0, 0)
     assert client.execute("XLEN", "out") == 4
     assert client.execute("XPENDING", "in", KEYS.group)[0] == 0
 
@@ -139,6 +141,8 @@ def test_another_call_of_the_worker_leaves_the_commit_under_way_its_reply(client
 def test_effects_of_a_commit_under_way_for_which_redis_has_no_memory_are_postponed(client: Client) -> None:
     fill(client, 4)
     bench = Bench(client, "in")
+    settled: list[int] = []
+    bench.context.loop_metrics.on_runs_settled = settled.append  # type: ignore[method-assign, assignment]
     plain, full = bench.found[:2], bench.found[2:]
     client.execute("CONFIG", "SET", "maxmemory", "1")
     try:
@@ -148,7 +152,9 @@ def test_effects_of_a_commit_under_way_for_which_redis_has_no_memory_are_postpon
         assert bench.committer._has_postponed
     finally:
         client.execute("CONFIG", "SET", "maxmemory", "0")
+    assert sum(settled) == 4, "those that were postponed are no longer in progress"
     bench.committer._retry_postponed()
+    assert sum(settled) == 4
     assert (bench.committed, bench.refused, len(bench.in_flight)) == (4, 0, 0)
     assert client.execute("XLEN", "out") == 2
 
@@ -163,11 +169,23 @@ def test_the_committer_ends_without_a_commit_under_way(client: Client) -> None:
     assert (bench.committed, len(bench.in_flight)) == (4, 0)
 
 
+def test_a_commit_is_noted_though_no_further_outcome_arrives(client: Client) -> None:
+    fill(client, 2)
+    bench = Bench(client, "in")
+    thread = threading.Thread(target=bench.committer.run)
+    thread.start()
+    for run in ran(bench.found):
+        bench.in_flight.completions.put(run)
+    eventually(lambda: bench.committed == 2)
+    bench.in_flight.completions.close()
+    thread.join(FAIL_SAFE_S)
+
+
 def test_a_run_counts_as_in_progress_until_its_commit_is_answered(client: Client, proxy: Proxy, slow: Client) -> None:
     fill(client, 2)
     bench = Bench(slow, "in")
     settled: list[int] = []
-    bench.context.loop_metrics.on_runs_settled = settled.append  # type: ignore[method-assign]
+    bench.context.loop_metrics.on_runs_settled = settled.append  # type: ignore[method-assign, assignment]
     with frozen(proxy):
         bench.committer.settle(ran(bench.found))
         assert sum(settled) == 0

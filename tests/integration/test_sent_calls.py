@@ -82,6 +82,7 @@ def test_a_sent_call_whose_connection_breaks_is_unavailable_and_the_next_call_op
                 assert isinstance(sent.result(), Unavailable)
             assert unlucky.execute("ECHO", "next") == b"next"
             assert isinstance(sent.result(), Unavailable)
+            assert "cannot be reached" in str(sent.result())
     assert client.execute("LLEN", "list") == (2 if cut is Proxy.cut_after else 0)
 
 
@@ -90,6 +91,7 @@ def test_the_reply_to_a_sent_call_is_lost_with_its_connection(client: Client) ->
     client.close()
     assert client.execute("PING") == b"PONG", "and not the reply to the call before"
     assert isinstance(sent.result(), Unavailable)
+    assert "was closed" in str(sent.result())
 
 
 def test_sending_to_a_server_that_cannot_be_reached_raises_nothing_and_says_so_in_the_result() -> None:
