@@ -129,6 +129,23 @@ def test_a_commit_whose_connection_breaks_is_repeated_before_the_next_and_counts
     assert client.execute("XPENDING", "in", KEYS.group)[0] == 0
 
 
+def test_a_worker_goes_on_if_redis_lost_its_progress_under_the_commit_and_another_worker_began_anew(
+    client: Client,
+) -> None:
+    fill(client, 4)
+    bench = Bench(client, "in")
+    bench.committer.settle(ran(bench.found[:1]))
+    bench.committer.finish()
+    client.execute("FLUSHALL")
+    other = ReliableStream(client, "in", app="app", handler="handle", consumer="other")
+    other.join()  # the token of the bench is older
+    bench.committer.settle(ran(bench.found[1:3]))
+    bench.committer.settle(ran(bench.found[3:]))
+    bench.committer.finish()
+    assert (bench.committed, bench.refused, len(bench.in_flight)) == (1, 3, 0)
+    assert bench.found[0].stream.token == other.token
+
+
 def test_another_call_of_the_worker_leaves_the_commit_under_way_its_reply(client: Client) -> None:
     fill(client, 2)
     bench = Bench(client, "in")

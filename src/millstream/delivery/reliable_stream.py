@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count, islice
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -312,10 +311,8 @@ class ReliableStream:
         """
         return self.to_deliveries(self._reader.read_new(count=count, block_ms=block_ms))
 
-    # The same within a number of bytes (except one entry) and without a wait, for callers that pipeline many streams
-
     def fetch_call(self, *, count: int, max_bytes: int) -> Call[tuple[int, Iterator[Delivery]]]:
-        """Return the call that fetches up to `count` new entries, of at most `max_bytes` if they are several.
+        """Return the call that fetches up to `count` new entries, of at most `max_bytes` if they are several; never waits.
 
         Its result: how many were fetched, and those of them that are to be processed (`to_deliveries`), made as read.
         """
@@ -492,8 +489,10 @@ class ReliableStream:
         `allow_oom`: even at maxmemory; only for units without effects. May safely be repeated: with the same
         `call_number`, from `new_call_number`, a repetition gets the first reply, if no other call came in between.
         """
-        commit = partial(self._store.commit, {self.stream: units}, allow_oom=allow_oom, call_number=call_number)
-        return self._note_commit(units, self._with_rejoin(commit))
+        refused = self._with_rejoin(  # a lambda: joining again makes another store
+            lambda: self._store.commit({self.stream: units}, allow_oom=allow_oom, call_number=call_number)
+        )
+        return self._note_commit(units, refused)
 
     def commit_call(self, units: Sequence[U], call_number: str) -> Call[list[U]]:
         """Return the call that `commit` makes. If the reply is an error or is lost, `commit` with its `call_number`."""
