@@ -1,5 +1,6 @@
 """Commits of a worker that Redis executes while the worker makes the next one."""
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -8,7 +9,8 @@ from contextlib import contextmanager
 import pytest
 
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
-from millstream.handlers.attempt import NO_EFFECTS, Done, Outcome
+from millstream.errors import AccessDenied
+from millstream.handlers.attempt import NO_EFFECTS, Done, Outcome, RetryLater
 from millstream.handlers.encoding import pack_output
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
@@ -17,6 +19,8 @@ from millstream.worker import WorkerPolicy
 from millstream.worker.completion_queue import FinishedRun
 from millstream.worker.in_flight import InFlight
 from millstream.worker.settling.committer import Committer
+from millstream.worker.settling.key_committer import KeyCommitter
+from tests.support.keyed_fixtures import keyed, lease_one, publish
 from tests.support.waiting import FAIL_SAFE_S, eventually
 from tests.support.workers import KEYS, double, fill, make, make_context
 
@@ -52,6 +56,12 @@ def ran(deliveries: Sequence[Delivery], outcome: Outcome = NO_EFFECTS) -> list[F
 
 def with_output(deliveries: Sequence[Delivery]) -> list[FinishedRun]:
     return [((one,), Done([pack_output({"n": 1})], b"")) for one in deliveries]
+
+
+def rejected(client: Client) -> int:
+    """How many scripts Redis has refused to run."""
+    stats = client.execute("INFO", "commandstats").decode()
+    return sum(int(found) for found in re.findall(r"cmdstat_evalsha:.*rejected_calls=(\d+)", stats))
 
 
 @pytest.fixture
@@ -146,6 +156,49 @@ def test_a_worker_goes_on_if_redis_lost_its_progress_under_the_commit_and_anothe
     assert bench.found[0].stream.token == other.token
 
 
+@pytest.fixture
+def clerk(client: Client) -> Iterator[Client]:
+    """A client of a user whose rights a test may take."""
+    client.execute("ACL", "SETUSER", "clerk", "on", "nopass", "~*", "&*", "+@all")
+    with Client(client.url.replace("://", "://clerk:x@")) as clerk:
+        yield clerk
+    client.execute("ACL", "DELUSER", "clerk")
+
+
+def test_a_commit_that_redis_refuses_for_good_is_not_repeated(client: Client, clerk: Client) -> None:
+    fill(client, 2)
+    bench = Bench(clerk, "in")
+    client.execute("ACL", "SETUSER", "clerk", "-xack")
+    bench.committer.settle(with_output(bench.found[:1]))
+    with pytest.raises(AccessDenied):
+        bench.committer.settle(with_output(bench.found[1:]))
+    assert client.execute("XLEN", "out") == 1, "Redis undoes nothing of a script"
+
+
+def test_commits_of_several_streams_that_redis_refuses_for_good_are_not_repeated(client: Client, clerk: Client) -> None:
+    leases = []
+    for name in ("in", "in2"):
+        publish(clerk, "A", stream=name)
+        stream = keyed(clerk, stream=name)
+        stream.enqueue_new(count=10, max_pending=10)
+        leases.append(lease_one(stream))
+    context = make_context(clerk, make(double, key="k", pattern="in*"))
+    committer = KeyCommitter(context, release=lambda released: None, on_lease_end=lambda stream: None)
+    context.in_flight.add_leases(leases, 0)
+    client.execute("ACL", "SETUSER", "clerk", "-xack")
+    with pytest.raises(AccessDenied):
+        committer.settle(with_output([lease.entries[0] for lease in leases]))
+    assert client.execute("XLEN", "out") == 2, "one of each, though Redis undoes nothing of a script"
+
+
+def test_a_commit_is_noted_while_only_failures_follow(client: Client) -> None:
+    fill(client, 2)
+    bench = Bench(client, "in")
+    bench.committer.settle(ran(bench.found[:1]))
+    bench.committer.settle(ran(bench.found[1:], RetryLater(0.0, "again")))
+    assert (bench.committed, len(bench.in_flight)) == (1, 1)
+
+
 def test_another_call_of_the_worker_leaves_the_commit_under_way_its_reply(client: Client) -> None:
     fill(client, 2)
     bench = Bench(client, "in")
@@ -161,12 +214,14 @@ def test_effects_of_a_commit_under_way_for_which_redis_has_no_memory_are_postpon
     settled: list[int] = []
     bench.context.loop_metrics.on_runs_settled = settled.append  # type: ignore[method-assign, assignment]
     plain, full = bench.found[:2], bench.found[2:]
+    before = rejected(client)
     client.execute("CONFIG", "SET", "maxmemory", "1")
     try:
         bench.committer.settle([*ran(plain), *with_output(full)])
         bench.committer.finish()
         assert (bench.committed, [one.committing for one in full]) == (2, [False, False])
         assert bench.committer._has_postponed
+        assert rejected(client) == before + 1, "Redis is asked once"
     finally:
         client.execute("CONFIG", "SET", "maxmemory", "0")
     assert sum(settled) == 4, "those that were postponed are no longer in progress"

@@ -15,6 +15,7 @@ from millstream.testing.proxy import Proxy
 from millstream.worker import WorkerPolicy
 from millstream.worker.fetching.entry_fetcher import EntryFetcher
 from millstream.worker.in_flight import InFlight
+from tests.support.command_stats import commands_run
 from tests.support.waiting import eventually
 from tests.support.workers import KEYS, double, fill, make, make_context
 
@@ -112,6 +113,7 @@ def test_entries_of_a_reply_that_is_lost_are_pending_and_those_before_it_in_flig
         bench.before_next_read(lambda: proxy.cut_after("EVALSHA"))
         with pytest.raises(Unavailable):
             bench.fetch()
+        assert bench.fetcher._loop_metrics.read == len(bench.in_flight)
         delivered = client.execute("XPENDING", "in", KEYS.group)[0]
         assert (len(bench.in_flight), delivered) == (1 + BATCH, 1 + 2 * BATCH)
         known = bench.in_flight.entry_ids("in")
@@ -156,6 +158,24 @@ def test_a_read_that_has_no_room_for_a_batch_is_not_sent_ahead(client: Client) -
     client.pipeline([("XADD", "in", "*", "n", "22") for _ in range(4 * BATCH)])
     small.fetch()
     assert len(small.in_flight) == 1 + 2 * BATCH
+
+
+def test_a_fetch_leaves_the_limit_of_entries_in_flight_as_it_is(client: Client) -> None:
+    bench = Bench(client)
+    bench.in_flight._limit = 4
+    while not bench.in_flight.buffer.empty():  # the runners have nothing to do
+        bench.in_flight.buffer.get()
+    bench.fetch(3)
+    assert (len(bench.in_flight), bench.in_flight._limit) == (4, 4)
+
+
+def test_the_last_of_several_reads_tells_whether_there_is_more(client: Client) -> None:
+    bench = Bench(client, backlog=1 + BATCH + BATCH // 2)
+    reads = commands_run(client.execute)["evalsha"]
+    bench.fetch()
+    assert len(bench.in_flight) == 1 + BATCH + BATCH // 2
+    assert commands_run(client.execute)["evalsha"] == reads + 2
+    assert not bench.in_flight._has_backlog
 
 
 def test_a_stream_with_a_rate_is_not_read_ahead(client: Client) -> None:

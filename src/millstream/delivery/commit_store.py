@@ -19,7 +19,16 @@ from millstream.delivery.effects import FAILED_SUFFIX, U, last_ids_of, split_bar
 from millstream.delivery.pause import Pause, parse_pause
 from millstream.delivery.rate_override import RateOverride, parse_rate_override
 from millstream.delivery.state_expiry import live_states
-from millstream.errors import CommandFailed, ConfigError, Incompatible, StaleOwner
+from millstream.errors import (
+    CommandFailed,
+    ConfigError,
+    GroupMissing,
+    Incompatible,
+    OutOfMemory,
+    RedisError,
+    StaleOwner,
+    Unavailable,
+)
 from millstream.model import EntryId
 from millstream.redis_client.call import Call
 from millstream.redis_client.client import Client, raise_if_error
@@ -64,6 +73,15 @@ _BURST_S = 0.2
 def describe_newer_format(stored: int | str) -> str:
     """Return why this process cannot use keys in a format above FORMAT, for errors and reports."""
     return f"stored in format {stored} by a newer millstream, and this one reads formats up to {FORMAT}: upgrade this process"
+
+
+def may_repeat(error: RedisError) -> bool:
+    """Return whether a commit may be sent again after this error, under its call number.
+
+    It has written nothing, or gets its first reply. After any other error Redis may have written a part of it.
+    """
+    wrote_nothing = isinstance(error, CommandFailed) and error.code in ("STALE", "FORMAT", "PARKED")
+    return wrote_nothing or isinstance(error, (Unavailable, GroupMissing, OutOfMemory))
 
 
 def reservation_size(rate: float) -> int:

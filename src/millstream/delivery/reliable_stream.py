@@ -339,7 +339,8 @@ class ReliableStream:
             if done:
                 self._group.ack(done)
             entries = [entry for entry in entries if entry[0] not in self._committed_by_spark]
-        yield from [Delivery(self, entry_id, pairs) for entry_id, pairs in entries]
+        for entry_id, pairs in entries:  # a generator: a caller may send its next read before these are made
+            yield Delivery(self, entry_id, pairs)
 
     def claim_idle(
         self, *, excluding: Container[bytes] = (), idle_ms: int = 0, own: bool = False, count: int = 100

@@ -106,7 +106,9 @@ REFUSED = _counter(
 )
 
 HANDLER_SECONDS = _seconds("handler", "Duration of one handler run, failed runs included.", _SHORT, "handler")
-COMMIT_SECONDS = _seconds("commit", "Duration of one batch commit, from the call to Redis' reply.", _SHORT, "handler")
+COMMIT_SECONDS = _seconds(
+    "commit", "Duration of one batch commit, from the call until the worker has read Redis' reply.", _SHORT, "handler"
+)
 AGE_SECONDS = _seconds("age", "Time from a message's entry id to its commit.", _LONG, "handler")
 
 IN_FLIGHT = _gauge("messages_in_flight", "messages", "Messages fetched, neither committed nor released.", "handler")

@@ -186,8 +186,8 @@ class Client:
     def send(self, call: Call[T]) -> SentCall[T]:
         """Send one call without waiting for its reply, which the next call of any thread reads at the latest.
 
-        It is never retried, but for a script that the server lacks. With several nodes it waits. Raises nothing:
-        `SentCall.result` returns the error.
+        It is never retried, but for a script that the server lacks. With several nodes it waits. `SentCall.result`
+        returns a RedisError; a ConfigError is raised.
         """
         sent = SentCall(call, self._await_reply)
         command = call.command

@@ -107,15 +107,17 @@ class InFlight:
         0 while the gate is closed, and during a stop: other workers would have to wait for entries that cannot start
         here.
         """
-        if self.is_gate_closed or self._is_stopping:
-            return 0
-        starved = self.buffer.empty()
-        if starved and self._has_backlog:
+        if self.buffer.empty() and self._has_backlog and not (self.is_gate_closed or self._is_stopping):
             self._limit = min(2 * self._limit, self._max_count)
-        if self.at_budget:
+        return self.room
+
+    @property
+    def room(self) -> int:
+        """As `free_slots`, but the limit stays, also if the runners have run out of entries."""
+        if self.is_gate_closed or self._is_stopping or self.at_budget:
             return 0
         room = self._free_slots()
-        return room if starved or self._is_worth_it(room) else 0
+        return room if self.buffer.empty() or self._is_worth_it(room) else 0
 
     @property
     def bytes(self) -> int:

@@ -2,11 +2,12 @@
 
 import math
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.errors import RedisError, Unavailable
 from millstream.groups import Consumer
+from millstream.redis_client.call import SentCall
 from millstream.worker.context import WorkerContext
 from millstream.worker.fetching.fetcher import Fetcher
 from millstream.worker.fetching.poll_wait import PollWait
@@ -18,6 +19,9 @@ _SMALL_READ_BYTES = 2**20
 _BLOCKING_COUNT = 4
 _FRESH_MS = 100.0
 _READS_IN_A_ROW = 8
+"""How many reads a fetch makes at most: other steps of the loop follow after each."""
+_SAFETY = 2
+"""How many times the usual size of a batch must fit into the room for its reply."""
 
 
 class EntryFetcher(Fetcher[ReliableStream]):
@@ -55,7 +59,7 @@ class EntryFetcher(Fetcher[ReliableStream]):
             if len(plan.counts) == 1:
                 self._in_flight.on_fetched(len(plan.used_up(found)), 1)
         else:
-            found, is_whole = self._read_now(plan)
+            plan, found, is_whole = self._read_now(plan)
             self._in_flight.on_fetched(len(plan.used_up(found)), 1)
             if found:
                 self._poll_wait.reset()
@@ -85,15 +89,17 @@ class EntryFetcher(Fetcher[ReliableStream]):
 
     # Entries that are there
 
-    def _read_now(self, plan: ReadPlan) -> tuple[dict[str, int], bool]:
+    def _read_now(self, plan: ReadPlan) -> tuple[ReadPlan, dict[str, int], bool]:
         """Read the entries of these streams, as far as there is room.
 
-        Return the counts of those that had some, and whether all were read.
+        Return the plan with what was asked for, the counts of those that had some, and whether all were read.
         """
         found: dict[str, int] = {}
         names = list(plan.counts)
         if len(names) == 1 and self._may_read_ahead():
-            return self._read_ahead(self._streams[names[0]], plan.counts[names[0]]), True
+            asked, fetched = self._read_ahead(self._streams[names[0]], plan.counts[names[0]])
+            found = {names[0]: fetched} if fetched else {}
+            return ReadPlan({names[0]: asked}, plan.may_wait), found, True
         at = size = 0
         while at < len(names) and self._in_flight.free_bytes > 0:
             # Each stream with entries returns one at least: no more are read together than have room for that.
@@ -106,7 +112,7 @@ class EntryFetcher(Fetcher[ReliableStream]):
                 min(2 * self._streams_per_trip, _MAX_STREAMS) if trip_bytes < _SMALL_READ_BYTES else _MIN_STREAMS
             )
         self._learn_size(found, size)
-        return found, at == len(names)
+        return plan, found, at == len(names)
 
     def _read_some(self, most: Mapping[ReliableStream, int]) -> tuple[dict[str, int], int]:
         """Read at most so many entries of these streams in one round trip; return the counts of those that had some,
@@ -135,48 +141,51 @@ class EntryFetcher(Fetcher[ReliableStream]):
 
     def _may_read_ahead(self) -> bool:
         """True if entries are so small that the replies to two reads surely fit, and no rate limits them."""
-        is_small = self._affordable() >= 4 * self._policy.batch
+        is_small = self._affordable() >= 2 * _SAFETY * self._policy.batch
         return is_small and not (self._client.is_cluster or self._rate_limiter.is_active)
 
-    def _read_ahead(self, stream: ReliableStream, count: int) -> dict[str, int]:
-        """Read one stream as long as it has a batch more, and there is room for it; return the count, if it had some.
+    def _read_ahead(self, stream: ReliableStream, count: int) -> tuple[int, int]:
+        """Read one stream as long as it has a batch more, and there is room for it.
 
         Redis executes each read while the entries of the one before are added to flight. None is under way at the end.
+        Return how many entries were asked for, and how many were fetched.
         """
-        found = size = 0
+        asked = found = size = 0
         max_bytes = self._in_flight.free_bytes // 2
+        sent: SentCall[tuple[int, Iterator[Delivery]]] | None
         sent = self._client.send(stream.fetch_call(count=count, max_bytes=max_bytes))
-        for reads_left in reversed(range(_READS_IN_A_ROW)):
-            result = sent.result()
-            if isinstance(result, Unavailable):
-                raise result
-            if isinstance(result, RedisError):  # Redis has delivered nothing
-                counts, read_bytes = self._read_some({stream: count})
-                found, size = found + sum(counts.values()), size + read_bytes
-                break
-            fetched, deliveries = result
-            following = None
-            if reads_left and fetched >= count and stream.readable and self._has_room_for_batch(fetched, max_bytes):
-                count, max_bytes = self._policy.batch, self._in_flight.free_bytes - max_bytes
-                following = self._client.send(stream.fetch_call(count=count, max_bytes=max_bytes))
-            try:
-                found, size = found + fetched, size + self._add_in_flight(stream, fetched, deliveries)
-            except RedisError:
-                if following is not None:
-                    following.result()  # pending entries are recovered next: by then Redis must have delivered these
-                raise
-            if following is None:
-                break
-            sent = following
-        counts = {stream.stream: found} if found else {}
-        self._learn_size(counts, size)
-        return counts
+        try:
+            for number in range(_READS_IN_A_ROW):
+                result = sent.result()
+                sent, asked = None, asked + count
+                if isinstance(result, RedisError):
+                    if isinstance(result, Unavailable):
+                        raise result
+                    counts, read_bytes = self._read_some({stream: count})  # Redis has delivered nothing
+                    found, size = found + sum(counts.values()), size + read_bytes
+                    break
+                fetched, deliveries = result
+                has_more = fetched >= count and number + 1 < _READS_IN_A_ROW
+                if has_more and stream.readable and self._has_room_for_batch(fetched, max_bytes):
+                    count, max_bytes = self._policy.batch, self._in_flight.free_bytes - max_bytes
+                    sent = self._client.send(stream.fetch_call(count=count, max_bytes=max_bytes))
+                size += self._add_in_flight(stream, fetched, deliveries)
+                found += fetched
+                if sent is None:
+                    break
+        except RedisError:
+            if sent is not None:
+                sent.result()  # pending entries are recovered next: by then Redis must have delivered these
+            self._loop_metrics.on_polled(found)
+            raise
+        if found:
+            self._learn_size({stream.stream: found}, size)
+        return asked, found
 
     def _has_room_for_batch(self, fetched: int, max_bytes: int) -> bool:
         """True if there is room for a batch beside `fetched` entries of up to `max_bytes` in total."""
-        free_bytes = self._in_flight.free_bytes - max_bytes
-        batch = self._policy.batch
-        return self._in_flight.free_slots() - fetched >= batch and free_bytes >= 2 * batch * (self._mean_bytes or 1)
+        batch, free_bytes = self._policy.batch, self._in_flight.free_bytes - max_bytes
+        return self._in_flight.room - fetched >= batch and free_bytes >= _SAFETY * batch * (self._mean_bytes or 1)
 
     def _add_in_flight(self, stream: ReliableStream, count: int, fetched: Iterable[Delivery]) -> int:
         """Add entries to flight; return their bytes. `count` includes delivered entries that were committed before."""

@@ -10,6 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from millstream.clock import Every
+from millstream.delivery.commit_store import may_repeat
 from millstream.delivery.effects import Unit, are_ids, chunk_by_size, last_ids_of
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.errors import OutOfMemory, RedisError
@@ -33,13 +34,13 @@ PendingCommit = tuple[Sequence[Delivery], Unit]
 T = TypeVar("T")
 
 
-class _Commit(msgspec.Struct, frozen=True):
-    """Units of one stream that are committed together: `runs` is how many runs its end settles."""
+class _SentCommit(msgspec.Struct, frozen=True):
+    """What was committed of one stream in one call; `runs` of it count as settled once Redis has answered."""
 
     stream: ReliableStream
-    some: Sequence[PendingCommit]
-    number: str
-    began_ms: float
+    commits: Sequence[PendingCommit]
+    call_number: str
+    sent_ms: float
     runs: int
 
 
@@ -63,7 +64,7 @@ class Committer:
         self._breaker = context.breaker
         self._release = release
         self._retries = DelayQueue[Delivery]()
-        self._under_way: tuple[_Commit, SentCall[list[Unit]]] | None = None
+        self._under_way: tuple[_SentCommit, SentCall[list[Unit]]] | None = None
         self._postponed: list[PendingCommit] = []
         self._postponed_due_ms = 0.0
         self._postponed_since_ms: float | None = None
@@ -128,10 +129,12 @@ class Committer:
             self._loop_metrics.count_retried(len(deliveries))
             self._record_failures(stream, deliveries)
         self._commit(commits)
+        if not commits:
+            self.finish()
         if held_back:
             self._release(held_back)
-        committing = sum([len(deliveries) for some in commits.values() for deliveries, _ in some])
-        self._loop_metrics.on_runs_settled(len(settled) - committing)
+        unanswered = sum([len(deliveries) for some in commits.values() for deliveries, _ in some])
+        self._loop_metrics.on_runs_settled(len(settled) - unanswered)
 
     def _unit_of(self, deliveries: Sequence[Delivery], done: Done) -> Unit:
         delivery = deliveries[0]
@@ -182,49 +185,46 @@ class Committer:
                 # Not earlier: claims are renewed until then, and the commit before may take long while Redis is down.
                 for one in deliveries:
                     one.committing = True
-                commit = _Commit(stream, chunk, number, self._clock.monotonic_ms(), 0 if again else len(deliveries))
-                self._under_way = commit, self._client.send(call)
-                if before is not None:
-                    self._note(*before)
+                commit = _SentCommit(stream, chunk, number, self._clock.monotonic_ms(), 0 if again else len(deliveries))
+                try:
+                    self._under_way = commit, self._client.send(call)
+                finally:
+                    if before is not None:
+                        self._note(*before)
 
     def finish(self) -> None:
         """Wait for the commit that is under way, if there is one."""
-        if (done := self._await_commit()) is not None:
-            self._note(*done)
+        if (answered := self._await_commit()) is not None:
+            self._note(*answered)
 
-    def _await_commit(self) -> tuple[_Commit, Sequence[Unit]] | None:
-        """Wait for the commit that is under way; return it with its refused units, for `_note`.
+    def _await_commit(self) -> tuple[_SentCommit, Sequence[Unit], float] | None:
+        """Wait for the commit that is under way. Return it, its refused units, and how long it took, in seconds.
 
-        Without a good reply it is repeated and noted here, or postponed: no other commit may come in between.
+        If its reply is lost it is repeated here, before any other commit. Return None if it is postponed.
         """
         under_way, self._under_way = self._under_way, None
         if under_way is None:
             return None
         commit, sent = under_way
         refused = sent.result()
-        if not isinstance(refused, RedisError):
-            return commit, refused
         try:
-            self._repeat(commit)
+            if isinstance(refused, RedisError):
+                refused = self._repeat(commit, refused)
         except OutOfMemory as error:
             self._postpone(commit, error)
-        return None
+            return None
+        return commit, refused, (self._clock.monotonic_ms() - commit.sent_ms) / 1000
 
-    def _repeat(self, commit: _Commit, *, allow_oom: bool = False) -> None:
-        units = [unit for _, unit in commit.some]
-        self._note(
-            commit,
-            self._retry_while_unavailable(
-                lambda: commit.stream.commit(units, allow_oom=allow_oom, call_number=commit.number)
-            ),
-            allow_oom=allow_oom,
-        )
+    def _repeat(self, commit: _SentCommit, error: RedisError) -> list[Unit]:
+        if isinstance(error, OutOfMemory) or not may_repeat(error):
+            raise error
+        units = [unit for _, unit in commit.commits]
+        return self._retry_while_unavailable(lambda: commit.stream.commit(units, call_number=commit.call_number))
 
-    def _note(self, commit: _Commit, refused: Sequence[Unit], *, allow_oom: bool = False) -> None:
+    def _note(self, commit: _SentCommit, refused: Sequence[Unit], took_s: float, *, allow_oom: bool = False) -> None:
         """Note that these units are committed, but for those that Redis refused."""
-        stream, some = commit.stream, commit.some
+        stream, some = commit.stream, commit.commits
         effects = [one for _, one in some]
-        took_s = (self._clock.monotonic_ms() - commit.began_ms) / 1000
         refused_ids = {id(one) for one in refused}
         written = [one for one in some if id(one[1]) not in refused_ids] if refused_ids else some
         self._has_stored |= bool(written) and not allow_oom
@@ -273,15 +273,17 @@ class Committer:
             raise result
         return result
 
-    def _postpone(self, commit: _Commit, error: OutOfMemory) -> None:
+    def _postpone(self, commit: _SentCommit, error: OutOfMemory) -> None:
         """Commit plain acknowledgements, which free memory in the end; keep the rest pending, without an attempt."""
         stream = commit.stream
-        acknowledgements = [one for one in commit.some if not _adds_entries(one[1])]
+        acknowledgements = [one for one in commit.commits if not _adds_entries(one[1])]
         if acknowledgements:
-            began_ms = self._clock.monotonic_ms()
-            plain = _Commit(stream, acknowledgements, stream.new_call_number(), began_ms, 0)
-            self._repeat(plain, allow_oom=True)
-        postponed = [one for one in commit.some if _adds_entries(one[1])]
+            began_ms, number = self._clock.monotonic_ms(), stream.new_call_number()
+            units = [unit for _, unit in acknowledgements]
+            refused = self._retry_while_unavailable(lambda: stream.commit(units, allow_oom=True, call_number=number))
+            plain = _SentCommit(stream, acknowledgements, number, began_ms, 0)
+            self._note(plain, refused, (self._clock.monotonic_ms() - began_ms) / 1000, allow_oom=True)
+        postponed = [one for one in commit.commits if _adds_entries(one[1])]
         for one in _deliveries(postponed):
             one.committing = False  # Redis may be out of memory for longer than a claim lasts
         self._postponed += postponed

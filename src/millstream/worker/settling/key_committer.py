@@ -8,6 +8,7 @@ from typing import cast
 
 import msgspec
 
+from millstream.delivery.commit_store import may_repeat
 from millstream.delivery.effects import Effects, chunk_by_size
 from millstream.delivery.keyed_stream import KeyedStream, KeyLease, LeaseRelease, lease_of
 from millstream.delivery.last_error import LastError
@@ -234,6 +235,8 @@ class KeyCommitter(Committer):
         effects = _effects(outcomes)
         began_ms = self._clock.monotonic_ms()
         if sent is None or isinstance(sent.refused, RedisError):
+            if sent is not None and isinstance(sent.refused, RedisError) and not may_repeat(sent.refused):
+                raise sent.refused
             number = sent.call_number if sent else stream.new_call_number()
             refused = self._retry_while_unavailable(
                 lambda: stream.commit(effects, allow_oom=allow_oom, call_number=number)
