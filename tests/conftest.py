@@ -63,6 +63,15 @@ def client(millstream_url: str) -> Iterator[Client]:
 
 
 @pytest.fixture
+def clerk(client: Client) -> Iterator[Client]:
+    """A client of a user that may do everything, until a test takes that away."""
+    client.execute("ACL", "SETUSER", "clerk", "reset", "on", ">pw", "~*", "+@all")
+    with Client(client.url.replace("redis://", "redis://clerk:pw@")) as limited:
+        yield limited
+    client.execute("ACL", "DELUSER", "clerk")
+
+
+@pytest.fixture
 def fresh_client(millstream_fresh_server: EmbeddedServer) -> Iterator[Client]:
     """A client of a server of the test's own, which it may kill and reconfigure, or whose commands it counts."""
     with Client(millstream_fresh_server.url) as opened:

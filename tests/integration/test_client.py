@@ -3,7 +3,6 @@
 import logging
 import re
 import threading
-from collections.abc import Iterator
 
 import pytest
 import redis
@@ -169,15 +168,6 @@ def test_the_error_of_a_script_that_returns_it_names_the_key_too(client: Client)
 
 def stream_of(client: Client, stream: str) -> ReliableStream:
     return ReliableStream(client, stream, app="shop", handler="bill", consumer="w", into="out")
-
-
-@pytest.fixture
-def clerk(client: Client) -> Iterator[Client]:
-    """A client of a user that may do everything, until a test takes that away."""
-    client.execute("ACL", "SETUSER", "clerk", "reset", "on", ">pw", "~*", "+@all")
-    with Client(client.url.replace("redis://", "redis://clerk:pw@")) as limited:
-        yield limited
-    client.execute("ACL", "DELUSER", "clerk")
 
 
 @pytest.mark.parametrize("right", ["hset", "xack", "hincrby", "xpending"])

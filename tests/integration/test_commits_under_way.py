@@ -149,15 +149,6 @@ def test_a_worker_goes_on_if_redis_lost_its_progress_under_the_commit_and_anothe
     assert bench.found[0].stream.token == other.token
 
 
-@pytest.fixture
-def clerk(client: Client) -> Iterator[Client]:
-    """A client of a user whose rights a test may take."""
-    client.execute("ACL", "SETUSER", "clerk", "on", "nopass", "~*", "&*", "+@all")
-    with Client(client.url.replace("://", "://clerk:x@")) as clerk:
-        yield clerk
-    client.execute("ACL", "DELUSER", "clerk")
-
-
 def test_a_commit_that_redis_refuses_for_good_is_not_repeated(client: Client, clerk: Client) -> None:
     fill(client, 2)
     bench = Bench(clerk, "in")

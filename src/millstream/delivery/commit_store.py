@@ -76,12 +76,14 @@ def describe_newer_format(stored: int | str) -> str:
 
 
 def may_repeat(error: RedisError) -> bool:
-    """Return whether a commit may be sent again after this error, under its call number.
+    """Return whether to send a commit again at once after this error, under its call number.
 
-    It has written nothing, or gets its first reply. After any other error Redis may have written a part of it.
+    Then it has written nothing, or gets its first reply. After most other errors Redis may have written a part of it;
+    after OutOfMemory it has not, but would refuse it again.
     """
-    wrote_nothing = isinstance(error, CommandFailed) and error.code in ("STALE", "FORMAT", "PARKED")
-    return wrote_nothing or isinstance(error, (Unavailable, GroupMissing, OutOfMemory))
+    if isinstance(error, CommandFailed):
+        return error.code in ("STALE", "FORMAT", "PARKED")
+    return isinstance(error, (Unavailable, GroupMissing)) and not isinstance(error, OutOfMemory)
 
 
 def reservation_size(rate: float) -> int:

@@ -11,7 +11,7 @@ import msgspec
 
 from millstream.clock import Every
 from millstream.delivery.commit_store import may_repeat
-from millstream.delivery.effects import Unit, are_ids, chunk_by_size, last_ids_of
+from millstream.delivery.effects import U, Unit, are_ids, chunk_by_size, last_ids_of
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.errors import OutOfMemory, RedisError
 from millstream.handlers.attempt import NO_EFFECTS, DeadLettered, Done, RetryLater
@@ -128,12 +128,11 @@ class Committer:
         for stream, deliveries in failed.items():
             self._loop_metrics.count_retried(len(deliveries))
             self._record_failures(stream, deliveries)
-        self._commit(commits)
+        unanswered = self._commit(commits)
         if not commits:
             self.finish()
         if held_back:
             self._release(held_back)
-        unanswered = sum([len(deliveries) for some in commits.values() for deliveries, _ in some])
         self._loop_metrics.on_runs_settled(len(settled) - unanswered)
 
     def _unit_of(self, deliveries: Sequence[Delivery], done: Done) -> Unit:
@@ -172,11 +171,12 @@ class Committer:
         if due:
             self._in_flight.buffer_again(due, now_ms)
 
-    def _commit(self, commits: Mapping[ReliableStream, Sequence[PendingCommit]], *, again: bool = False) -> None:
-        """Commit these units. The last commit is under way when this returns: Redis executes it meanwhile.
+    def _commit(self, commits: Mapping[ReliableStream, Sequence[PendingCommit]], *, again: bool = False) -> int:
+        """Commit these units; return of how many runs. The last commit is under way then: Redis executes it meanwhile.
 
         The call of each is made while Redis executes the commit before. `again`: their runs count as settled already.
         """
+        count = 0
         for stream, some in commits.items():
             for chunk in chunk_by_size(some, itemgetter(1)):
                 deliveries, number = _deliveries(chunk), stream.new_call_number()
@@ -191,6 +191,8 @@ class Committer:
                 finally:
                     if before is not None:
                         self._note(*before)
+                count += len(deliveries)
+        return count
 
     def finish(self) -> None:
         """Wait for the commit that is under way, if there is one."""
@@ -209,17 +211,24 @@ class Committer:
         refused = sent.result()
         try:
             if isinstance(refused, RedisError):
-                refused = self._repeat(commit, refused)
+                units = [unit for _, unit in commit.commits]
+                refused = self._commit_again(commit.stream, units, commit.call_number, refused)
         except OutOfMemory as error:
             self._postpone(commit, error)
             return None
         return commit, refused, (self._clock.monotonic_ms() - commit.sent_ms) / 1000
 
-    def _repeat(self, commit: _SentCommit, error: RedisError) -> list[Unit]:
-        if isinstance(error, OutOfMemory) or not may_repeat(error):
+    def _commit_again(self, stream: ReliableStream, units: Sequence[U], call_number: str, error: RedisError) -> list[U]:
+        """Repeat a commit whose first reply was this error, if that can help; else raise it."""
+        if not may_repeat(error):
             raise error
-        units = [unit for _, unit in commit.commits]
-        return self._retry_while_unavailable(lambda: commit.stream.commit(units, call_number=commit.call_number))
+        return self._commit_now(stream, units, call_number)
+
+    def _commit_now(
+        self, stream: ReliableStream, units: Sequence[U], call_number: str, *, allow_oom: bool = False
+    ) -> list[U]:
+        """Commit these units, however long Redis is unavailable; return the refused ones."""
+        return self._retry_while_unavailable(lambda: stream.commit(units, allow_oom=allow_oom, call_number=call_number))
 
     def _note(self, commit: _SentCommit, refused: Sequence[Unit], took_s: float, *, allow_oom: bool = False) -> None:
         """Note that these units are committed, but for those that Redis refused."""
@@ -280,7 +289,7 @@ class Committer:
         if acknowledgements:
             began_ms, number = self._clock.monotonic_ms(), stream.new_call_number()
             units = [unit for _, unit in acknowledgements]
-            refused = self._retry_while_unavailable(lambda: stream.commit(units, allow_oom=True, call_number=number))
+            refused = self._commit_now(stream, units, number, allow_oom=True)
             plain = _SentCommit(stream, acknowledgements, number, began_ms, 0)
             self._note(plain, refused, (self._clock.monotonic_ms() - began_ms) / 1000, allow_oom=True)
         postponed = [one for one in commit.commits if _adds_entries(one[1])]

@@ -8,7 +8,6 @@ from typing import cast
 
 import msgspec
 
-from millstream.delivery.commit_store import may_repeat
 from millstream.delivery.effects import Effects, chunk_by_size
 from millstream.delivery.keyed_stream import KeyedStream, KeyLease, LeaseRelease, lease_of
 from millstream.delivery.last_error import LastError
@@ -234,13 +233,10 @@ class KeyCommitter(Committer):
         by_effects = {id(one.effects): one for one in outcomes}
         effects = _effects(outcomes)
         began_ms = self._clock.monotonic_ms()
-        if sent is None or isinstance(sent.refused, RedisError):
-            if sent is not None and isinstance(sent.refused, RedisError) and not may_repeat(sent.refused):
-                raise sent.refused
-            number = sent.call_number if sent else stream.new_call_number()
-            refused = self._retry_while_unavailable(
-                lambda: stream.commit(effects, allow_oom=allow_oom, call_number=number)
-            )
+        if sent is None:
+            refused = self._commit_now(stream, effects, stream.new_call_number(), allow_oom=allow_oom)
+        elif isinstance(sent.refused, RedisError):
+            refused = self._commit_again(stream, effects, sent.call_number, sent.refused)
         else:
             refused = sent.refused
         took_s = (self._clock.monotonic_ms() - began_ms) / 1000 + (sent.took_s if sent else 0.0)
