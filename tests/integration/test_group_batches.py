@@ -19,6 +19,7 @@ from millstream.spark.source.group_partition_reader import GroupPartitionReader
 from millstream.spark.source.options import parse
 from tests.support.deployments import lent_cluster
 from tests.support.planning import planned_group_end
+from tests.support.reading import by_stream
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.groups, pytest.mark.spark]
@@ -67,7 +68,7 @@ class Query:
         for portions in self.reader.plan_tasks(start or self.place, end):
             fail = self.options.fail_on_data_loss
             reading = GroupPartitionReader(self.client, portions, limit_ms=1_000, fail_on_data_loss=fail)
-            for runs in reading.batches(list):
+            for runs in reading.batches(by_stream):
                 read += [int(pairs[1]) for _, entries in runs for _, pairs in entries]
         return read
 

@@ -17,15 +17,16 @@ from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.resp import Command
 from millstream.spark.source import replica_reads as replicas_module
 from millstream.spark.source.batch_planner import BatchPlanner
+from millstream.spark.source.entry_runs import StreamEntries
 from millstream.spark.source.group_partition_reader import GroupPartition, GroupPartitionReader
 from millstream.spark.source.offset_ranges import OffsetRange
 from millstream.spark.source.options import parse
 from millstream.spark.source.partition_reader import PartitionReader
 from millstream.spark.source.replica_reads import ReplicaReads, Replicas
-from millstream.spark.source.row_decoder import StreamEntries
 from millstream.spark.source.stream_info import fetch_calls
 from millstream.testing.proxy import Proxy
 from millstream.testing.topologies import PRIMARY_NAME, SentinelTrio, cluster, sentinel_trio
+from tests.support.reading import by_stream
 from tests.support.replicas import FOLLOWS, asked, asked_for, is_primary, none_asked
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
@@ -85,7 +86,7 @@ class Deployment:
 
     def read(self, parts: Sequence[OffsetRange]) -> list[tuple[str, int]]:
         reading = PartitionReader(self.client, parts, limit_ms=0, fail_on_data_loss=True, replicas=self.replicas)
-        return rows(reading.batches(list))
+        return rows(reading.batches(by_stream))
 
     def planned(self, **given: str) -> list[OffsetRange]:
         """What the tasks of a batch read from both ends of all streams."""
@@ -162,7 +163,7 @@ def test_rows_are_those_of_the_primary_and_only_replicas_are_read(deployment: De
 
     with none_asked(deployment.primary):
         eventually(both_asked, "a read from each: which of them is read, is drawn")
-    there = rows(PartitionReader(deployment.client, parts, limit_ms=0, fail_on_data_loss=True).batches(list))
+    there = rows(PartitionReader(deployment.client, parts, limit_ms=0, fail_on_data_loss=True).batches(by_stream))
     assert sorted(there) == [("a", n) for n in range(1_000, 5_000)] + [("b", n) for n in range(30) if n != 4]
     assert all(some == there for some in found)
     with asked_for(deployment.primary):
@@ -424,7 +425,7 @@ def test_entries_of_a_group_batch_are_read_from_replicas_and_checked_on_the_prim
         reading = GroupPartitionReader(
             deployment.client, portions, limit_ms=0, fail_on_data_loss=True, replicas=deployment.replicas
         )
-        return rows(reading.batches(list))
+        return rows(reading.batches(by_stream))
 
     with none_asked(deployment.primary), asked_for(deployment.late):
         assert read() == expected
@@ -461,7 +462,7 @@ def test_reading_from_replicas_needs_the_printed_rights(
             limited = Replicas(client)
             reading = PartitionReader(client, parts, limit_ms=0, fail_on_data_loss=True, replicas=limited)
             with none_asked(*([deployment.prompt] if why else [deployment.primary])):
-                assert len(rows(reading.batches(list))) == 100
+                assert len(rows(reading.batches(by_stream))) == 100
             limited.close()
         if why is None:
             assert deployment.primary.call("ACL", "LOG") == deployment.prompt.call("ACL", "LOG") == []
@@ -481,7 +482,7 @@ def test_the_replicas_of_a_server_that_is_no_primary_any_more_are_not_read(deplo
         parts = [OffsetRange("s", ZERO_ID, EntryId(10, 0), 10, 10)]
         reading = PartitionReader(client, parts, limit_ms=0, fail_on_data_loss=True, replicas=replicas)
         with none_asked(deployment.late), asked_for(deployment.prompt):
-            assert len(rows(reading.batches(list))) == 10
+            assert len(rows(reading.batches(by_stream))) == 10
         replicas.close()
 
 
@@ -508,7 +509,7 @@ def test_each_shard_of_a_cluster_has_its_own_replicas() -> None:
             replicas = Replicas(client)
             reading = PartitionReader(client, parts, limit_ms=0, fail_on_data_loss=True, replicas=replicas)
             with none_asked(first), asked_for(replica, *deployed.nodes[1:]):
-                found = rows(reading.batches(list))
+                found = rows(reading.batches(by_stream))
             assert sorted(found) == sorted((name, n) for name in streams for n in range(50))
             of_others = next(name for name in streams if not client.shard(name).replicas)
             with pytest.raises(Unavailable, match="does not serve this hash slot"):

@@ -14,6 +14,7 @@ from millstream.spark.source.offsets import Offsets, Position
 from millstream.spark.source.options import parse
 from millstream.spark.source.partition_reader import PartitionReader
 from tests.support.planning import planned_end
+from tests.support.reading import as_planned, by_stream
 from tests.support.sources import Bench, CollectedRows
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
@@ -41,9 +42,12 @@ class Query:
         planned()
         parts = [piece for task in self.planner.plan_tasks(start, end) for piece in task]
         dealt()
-        reading = PartitionReader(self.client, parts, limit_ms=1000, fail_on_data_loss=not self.lenient)
+        reading = PartitionReader(self.client, as_planned(parts), limit_ms=1000, fail_on_data_loss=not self.lenient)
         found = [
-            (name, entry[0].decode()) for runs in reading.batches(list) for name, entries in runs for entry in entries
+            (name, entry[0].decode())
+            for runs in reading.batches(by_stream)
+            for name, entries in runs
+            for entry in entries
         ]
         self.at = end
         return found

@@ -21,10 +21,8 @@ from millstream.spark.source.offset_ranges import (
     OffsetRange,
     TaskSizing,
     assign,
-    from_columns,
     split_at,
     split_evenly,
-    to_columns,
 )
 from millstream.spark.source.offset_seek import Seek, position_after, seek
 from millstream.spark.source.offsets import Offsets, Position, dump, load, unpack
@@ -36,6 +34,7 @@ from millstream.testing import topologies
 from tests.support.clocks import ManualClock
 from tests.support.command_stats import commands_run
 from tests.support.planning import planned_end
+from tests.support.reading import as_planned
 
 pytestmark = [pytest.mark.spark]
 
@@ -153,7 +152,7 @@ def test_tasks_read_each_stream_in_order_and_none_has_too_much(
         chunks, key=lambda piece: (piece.stream, piece.after)
     )
     assert all(len(task) == 1 or sum(piece.size for piece in task) <= most for task in dealt)
-    assert [*from_columns(to_columns(round_robin))] == round_robin
+    assert [*as_planned(round_robin)] == round_robin
 
 
 @given(

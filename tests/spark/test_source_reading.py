@@ -12,13 +12,16 @@ from millstream.errors import ConfigError, Unavailable
 from millstream.model import ZERO_ID, EntryId
 from millstream.redis_client.client import Client
 from millstream.redis_client.resp import Command, Reply, ReplySize
+from millstream.spark.source.entry_runs import StreamEntries
 from millstream.spark.source.entry_segment import RawEntries
-from millstream.spark.source.offset_ranges import OffsetRange, from_columns, to_columns
+from millstream.spark.source.offset_ranges import OffsetRange, to_columns
 from millstream.spark.source.options import parse
 from millstream.spark.source.partition_reader import PartitionReader
-from millstream.spark.source.row_decoder import StreamEntries, split_ids
+from millstream.spark.source.planned_ranges import PlannedRanges
+from millstream.spark.source.row_decoder import split_ids
 from millstream.spark.source.row_layout import batch_maker
 from millstream.spark.source.schema import default_schema
+from tests.support.reading import as_planned, by_stream
 
 pytestmark = [pytest.mark.spark]
 
@@ -46,8 +49,8 @@ def fill(client: Client, stream: str, count: int, value: bytes = b"x") -> None:
 
 
 def read(client: Client, parts: Sequence[OffsetRange]) -> list[list[StreamEntries]]:
-    reading = PartitionReader(client, parts, limit_ms=5000, fail_on_data_loss=True)
-    return list(reading.batches(list))
+    reading = PartitionReader(client, as_planned(parts), limit_ms=5000, fail_on_data_loss=True)
+    return list(reading.batches(by_stream))
 
 
 def ids(batches: list[list[StreamEntries]], stream: str) -> list[bytes]:
@@ -130,8 +133,8 @@ def test_tasks_receive_ranges_as_objects_that_the_garbage_collector_ignores() ->
     ]
     columns = pickle.loads(pickle.dumps(to_columns(ranges)))
     assert not any(gc.is_tracked(item) for column in columns for item in column)
-    assert [*from_columns(columns)] == ranges
-    assert all(type(one) is OffsetRange and type(one.after) is EntryId for one in from_columns(columns))
+    assert [*PlannedRanges(columns)] == ranges
+    assert all(type(one) is OffsetRange and type(one.after) is EntryId for one in PlannedRanges(columns))
 
 
 def test_a_range_is_made_when_it_is_to_be_read(client: Client) -> None:
@@ -147,7 +150,7 @@ def test_a_range_is_made_when_it_is_to_be_read(client: Client) -> None:
     client.pipeline([("XADD", stream, "1-0", "a", "x") for stream in streams])
     reading = PartitionReader(client, ranges(), limit_ms=5000, fail_on_data_loss=True)
     assert taken == 0
-    taken_at_batches = [(taken, len(batch)) for batch in reading.batches(list)]
+    taken_at_batches = [(taken, len(batch)) for batch in reading.batches(by_stream)]
     assert taken_at_batches[0][0] < 20_000, "those of the first batch, and of the round trips ahead"
     assert sum(count for _, count in taken_at_batches) == taken == len(streams)
 

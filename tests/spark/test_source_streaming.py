@@ -12,9 +12,9 @@ from pyspark.sql import SparkSession
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.spark.source import reader_base as side
-from millstream.spark.source.offset_ranges import from_columns
 from millstream.spark.source.options import parse
 from millstream.spark.source.partition_reader import PartitionReader
+from millstream.spark.source.planned_ranges import PlannedRanges
 from millstream.spark.source.provider import RedisStreamReader, RedisStreamsSource
 from millstream.spark.source.row_layout import batch_maker
 from millstream.spark.versions import HAS_LIMITS, ReadAllAvailable, ReadMaxRows
@@ -208,9 +208,9 @@ def test_fresh_readers_plan_and_read_the_same_rows_from_offsets_alone(streams: S
             batches = [
                 batch
                 for sent in parts
-                for batch in PartitionReader(client, from_columns(sent), limit_ms=1000, fail_on_data_loss=True).batches(
-                    maker
-                )
+                for batch in PartitionReader(
+                    client, PlannedRanges(sent), limit_ms=1000, fail_on_data_loss=True
+                ).batches(maker)
             ]
         return sorted((row["stream"], row["id_ms"], row["id_seq"]) for batch in batches for row in batch.to_pylist())
 

@@ -51,6 +51,7 @@ from millstream.redis_client.resp import (
     Reply,
     ReplySize,
     RespConnection,
+    pack_all,
     pack_command,
     routing_key,
 )
@@ -69,7 +70,7 @@ _REDIRECTS = 8
 _CALLS_PER_TRIP = 1_000
 _SCAN_PAGE = 1_000
 _UNCOVERED_MS = 1_000.0
-_SKIP = pack_command(("CLIENT", "REPLY", "SKIP"))
+_SKIP = ("CLIENT", "REPLY", "SKIP")
 
 
 def raise_if_error(reply: Reply) -> Reply:
@@ -462,12 +463,9 @@ class Client:
         connection = self._connection(pool)
 
         def exchange() -> list[Reply]:
-            parts: list[bytes] = []
-            for index, command in enumerate(commands):
-                if silent:
-                    parts += (_SKIP, pack_command(silent[index]))
-                parts.append(pack_command(command))
-            connection.send_packed_command([b"".join(parts)])  # one item: each would be a separate write
+            pairs = zip(silent, commands, strict=True)
+            sent = pack_all([part for pair in pairs for part in (_SKIP, *pair)] if silent else commands)
+            connection.send_packed_command([sent])  # one item: each would be a separate write
             if meter is not None:
                 return meter.read_all(connection._sock, connection._parser._reader, NOT_ENOUGH_DATA, len(commands))
             return [self._read(connection) for _ in commands]

@@ -8,12 +8,12 @@ import ssl
 from binascii import crc_hqx
 from collections.abc import Callable, Iterator, Sequence
 from socket import socket
-from typing import Any
+from typing import Any, overload
 
 import hiredis
 
 from millstream.errors import Unavailable
-from millstream.redis_client.key_names import to_wire
+from millstream.redis_client.key_names import from_wire, to_wire
 
 Arg = bytes | str | int | float
 Command = Sequence[Arg]
@@ -43,6 +43,37 @@ def pack_command(command: Command) -> bytes:
         return _pack(tuple(command))
     except UnicodeEncodeError:  # rare, and a check beforehand would cost every command
         return _pack(tuple(to_wire(part) if isinstance(part, str) else part for part in command))
+
+
+class PackedCommands(Sequence[Command]):
+    """Commands in RESP, `count` of them. One that is asked for is unpacked, for a message about it."""
+
+    def __init__(self, data: bytes, count: int) -> None:
+        self.data = data
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> Command: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Command]: ...
+    def __getitem__(self, index: int | slice) -> Command | Sequence[Command]:
+        if isinstance(index, slice) and index.indices(self._count) == (0, self._count, 1):
+            return self
+        return next(self._unpack()) if index == 0 else list(self._unpack())[index]  # the first one for each round trip
+
+    def _unpack(self) -> Iterator[Command]:
+        reader = hiredis.Reader()
+        reader.feed(self.data)
+        while command := reader.gets():
+            yield [from_wire(word) for word in command]
+
+
+def pack_all(commands: Sequence[Command]) -> bytes:
+    """Several commands, one after the other, in RESP."""
+    return commands.data if isinstance(commands, PackedCommands) else b"".join(map(pack_command, commands))
 
 
 def routing_key(command: Command) -> Arg | None:

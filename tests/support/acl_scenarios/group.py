@@ -8,6 +8,7 @@ from millstream.spark.source.group_offsets import BEFORE_FIRST_BATCH
 from millstream.spark.source.group_partition_reader import GroupPartitionReader
 from millstream.spark.source.options import parse
 from tests.support.planning import planned_group_end
+from tests.support.reading import by_stream
 
 
 def take_from_group(url: str, admin: Client) -> None:
@@ -29,6 +30,6 @@ def take_from_group(url: str, admin: Client) -> None:
         assert sum(end.counts.values()) == 4
         (portions,) = reader.plan_tasks(BEFORE_FIRST_BATCH, end)
         reading = GroupPartitionReader(client, portions, limit_ms=0, fail_on_data_loss=True)
-        assert sum(len(entries) for runs in reading.batches(list) for _, entries in runs) == 4
+        assert sum(len(entries) for runs in reading.batches(by_stream) for _, entries in runs) == 4
         assert sum(planned_group_end(reader, end, limit=4).counts.values()) == 4
         assert sum(planned_group_end(other, BEFORE_FIRST_BATCH, limit=4).counts.values()) == 4

@@ -8,6 +8,7 @@ from millstream.spark.source.options import parse
 from millstream.spark.source.partition_reader import PartitionReader
 from millstream.spark.source.progress_group import ProgressGroup
 from tests.support.planning import planned_end
+from tests.support.reading import as_planned, by_stream
 
 
 def read_as_log(url: str, admin: Client) -> None:
@@ -24,6 +25,6 @@ def read_as_log(url: str, admin: Client) -> None:
         end = planned_end(planner, middle)
         for at, until in ((start, middle), (middle, end)):
             for parts in planner.plan_tasks(at, until):
-                reading = PartitionReader(client, parts, limit_ms=0, fail_on_data_loss=True)
-                assert sum(len(entries) for runs in reading.batches(list) for _, entries in runs)
+                reading = PartitionReader(client, as_planned(parts), limit_ms=0, fail_on_data_loss=True)
+                assert sum(len(entries) for runs in reading.batches(by_stream) for _, entries in runs)
             lag.publish(until)

@@ -67,6 +67,10 @@ class EntrySegment:
         """The id of one entry."""
         return self.data[self.id_starts[index] : self.id_ends[index]].tobytes()
 
+    def ids_of(self, indexes: NDArray[np.intp]) -> pa.Array:
+        """The ids of some entries, as binary."""
+        return self._values(self.id_starts[indexes], self.id_ends[indexes])
+
     def part(self, first: int, end: int) -> "EntrySegment":
         """The entries from the index `first` to before `end`."""
         if end - first == len(self):
@@ -183,16 +187,26 @@ class RawEntries:
         self._count += end - first
 
     @property
-    def first_id(self) -> bytes:
-        """The id of the first entry."""
-        segment, first, _ = self.parts[0]
-        return segment.id_of(first)
-
-    @property
     def last_id(self) -> bytes:
         """The id of the last entry."""
         segment, _, end = self.parts[-1]
         return segment.id_of(end - 1)
+
+    def split(self, counts: NDArray[np.intp]) -> "list[RawEntries]":
+        """The first entries, as many as the first of `counts` says, then the next, and so on."""
+        found = []
+        rest = iter(self.parts)
+        first = end = 0
+        for count in counts.tolist():
+            some = RawEntries()
+            while len(some) < count:
+                if first == end:
+                    segment, first, end = next(rest)
+                until = min(first + count - len(some), end)
+                some.append(segment, first, until)
+                first = until
+            found.append(some)
+        return found
 
     def begins_with(self, name: bytes) -> bool:
         """True if the first field of any entry is called `name`."""
@@ -210,12 +224,6 @@ class RawEntries:
 
 Entries = Sequence[Entry] | RawEntries
 """The entries of one reply."""
-
-
-def first_id(entries: Entries) -> bytes:
-    """The id of the first of `entries`."""
-    found: bytes = entries.first_id if isinstance(entries, RawEntries) else entries[0][0]
-    return found
 
 
 def last_id(entries: Entries) -> bytes:

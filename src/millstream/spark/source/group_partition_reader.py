@@ -13,10 +13,10 @@ from millstream.model import EntryId
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.resp import Command, Reply
 from millstream.spark.source.data_loss import report_loss
+from millstream.spark.source.entry_runs import Run
 from millstream.spark.source.entry_segment import Entry
 from millstream.spark.source.partition_reader import Fetched, PartitionReader
 from millstream.spark.source.replica_reads import Replicas
-from millstream.spark.source.row_decoder import StreamEntries
 from millstream.spark.source.stream_info import fetch_calls
 
 _SPARSE = 4
@@ -93,9 +93,9 @@ class GroupPartitionReader(PartitionReader):
             self._unread_portions = self._fetch_ids()
         if not self._unread_portions:
             return None
-        requests, fetched, size = self._fetch(self._next_portions, _commands)
+        requests, fetched, meter = self._fetch(self._next_portions, _commands)
         replies = iter(fetched)
-        runs: list[StreamEntries] = []
+        runs: list[Run] = []
         for wanted, count in requests:
             entries, missing = wanted.accept(count, [next(replies) for _ in wanted.commands(count)])
             if missing:
@@ -104,7 +104,7 @@ class GroupPartitionReader(PartitionReader):
                 runs.append((wanted.stream, entries))
         while self._unread_portions and not self._unread_portions[0].ids:
             self._unread_portions.popleft()
-        return self._resize(runs, size)
+        return self._resize(runs, meter.total_bytes)
 
     def _next_portions(self) -> list[tuple[_UnreadPortion, int]]:
         requests: list[tuple[_UnreadPortion, int]] = []

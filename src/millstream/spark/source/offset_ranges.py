@@ -5,11 +5,10 @@ of many streams.
 """
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from millstream.model import EntryId
 
@@ -38,10 +37,6 @@ RangeColumns = tuple[list[str], list[int], list[int], list[int], list[int], list
 Python's garbage collector, which Spark's workers run as usual, would scan an object for each range again and again.
 """
 
-_make_id: Callable[[tuple[int, int]], EntryId] = partial(tuple.__new__, EntryId)
-_make_range: Callable[[tuple[Any, ...]], OffsetRange] = partial(tuple.__new__, OffsetRange)
-"""As the classes do by a function in Python, which takes three times as long."""
-
 
 def to_columns(ranges: Sequence[OffsetRange]) -> RangeColumns:
     """Return ranges as columns."""
@@ -55,14 +50,6 @@ def to_columns(ranges: Sequence[OffsetRange]) -> RangeColumns:
         [one.rows for one in ranges],
         [one.untouched for one in ranges],
     )
-
-
-def from_columns(columns: RangeColumns) -> Iterator[OffsetRange]:
-    """Make the ranges of a result of `to_columns`, each when it is taken."""
-    names, after_ms, after_seq, until_ms, until_seq, *rest = columns
-    after = map(_make_id, zip(after_ms, after_seq, strict=True))
-    until = map(_make_id, zip(until_ms, until_seq, strict=True))
-    return map(_make_range, zip(names, after, until, *rest, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,22 +5,25 @@ larger entries may follow small ones.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import NamedTuple, TypeVar
 
 from millstream.errors import Unavailable
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.gc_pause import gc_paused
-from millstream.redis_client.resp import Command, Reply, ReplySize
+from millstream.redis_client.resp import Command, PackedCommands, Reply, ReplySize
 from millstream.spark.source.data_loss import report_loss
+from millstream.spark.source.entry_runs import Run, StreamEntries
 from millstream.spark.source.entry_segment import last_id
 from millstream.spark.source.offset_ranges import OffsetRange
+from millstream.spark.source.planned_ranges import PlannedRanges, SmallRanges
 from millstream.spark.source.replica_reads import ReplicaReads, Replicas
 from millstream.spark.source.reply_segments import ReceiveBuffer, ReplySegments
-from millstream.spark.source.row_decoder import StreamEntries
+from millstream.spark.source.small_replies import SmallReplies
 from millstream.spark.source.stream_info import StreamInfo, fetch, fetch_calls
 
 T = TypeVar("T")
@@ -31,7 +34,7 @@ _TRIP_BYTES, _MAX_TRIP_BYTES = 4 << 20, 16 << 20
 """The target size of a round trip's reply, and its maximum, which only a single entry may exceed."""
 _BATCH_ROWS = 10_000
 _BATCH_BYTES = 16 << 20
-_GUESS_MARGIN = 200
+_GUESS_MARGIN, _MARGIN_SHARE = 200, 8
 _MIN_SEGMENT_ENTRIES, _MIN_REPLY_ENTRIES, _MAX_SEGMENT_ENTRY_BYTES = 500, 40, 2_000
 """A round trip with fewer entries, of which a reply has fewer, or with larger ones, is parsed by hiredis, which is as
 fast there."""
@@ -49,7 +52,8 @@ class _UnreadRange:
     @property
     def remaining(self) -> int:
         """Estimate of the entries left, rather too high: each shortfall costs a round trip."""
-        return max(self.offset_range.size - self.read_count, 1 if self.offset_range.rows is not None else _GUESS_MARGIN)
+        margin = 1 if self.offset_range.rows is not None else max(_GUESS_MARGIN, self.read_count // _MARGIN_SHARE)
+        return max(self.offset_range.size - self.read_count, margin)
 
     def must_finish_before(self, other: "_UnreadRange") -> bool:
         """True if this range may need another round trip, and `other` is a later range of the same stream."""
@@ -59,7 +63,7 @@ class _UnreadRange:
 class Fetched(NamedTuple):
     """The reply of one round trip; `size` in bytes on the wire."""
 
-    runs: list[StreamEntries]
+    runs: list[Run]
     rows: int
     size: int
 
@@ -87,15 +91,17 @@ class PartitionReader:
         self._limit_ms = limit_ms
         self._fail_on_data_loss = fail_on_data_loss
         self._ranges = iter(ranges)
+        joins = isinstance(ranges, PlannedRanges) and not client.is_cluster  # the replies come server by server there
+        self._planned_ranges = ranges if isinstance(ranges, PlannedRanges) and joins else None
         self._unread_ranges: deque[_UnreadRange] = deque()
         self._trip_entries = 1  # the size of entries is not known yet
         self._entry_bytes = 1
         self._reads_segments = as_segments and replicas is None
         self._buffer = ReceiveBuffer()
 
-    def batches(self, make: Callable[[list[StreamEntries]], T]) -> Iterator[T]:
+    def batches(self, make: Callable[[list[Run]], T]) -> Iterator[T]:
         """Yield a record batch, built by `make`, for about every 10,000 rows or 16 MB."""
-        runs: list[StreamEntries] = []
+        runs: list[Run] = []
         rows = size = 0
         with gc_paused(), ThreadPoolExecutor(1, "millstream-read") as prefetch:
             trip = prefetch.submit(self._round_trip)
@@ -112,24 +118,45 @@ class PartitionReader:
 
     def _round_trip(self) -> Fetched | None:
         """Fetch the next entries in one round trip; None at the end."""
-        requests, replies, size = self._fetch(self._next_ranges, _commands)
+        return self._read_small() or self._read()
+
+    def _read(self) -> Fetched | None:
+        requests, replies, meter = self._fetch(self._next_ranges, _commands)
         if not requests:
             return None
         for _ in requests:
             self._unread_ranges.popleft()
-        runs = [
-            run
-            for (reader, count), reply in zip(requests, replies, strict=True)
-            if (run := self._accept(reader, count, reply))[1]
-        ]
-        return self._resize(runs, size)
+        return self._accept_all(requests, replies, meter.total_bytes)
+
+    def _read_small(self) -> Fetched | None:
+        """Fetch many small ranges, as one run if they are whole; None if the next ranges are not many small ones."""
+        some, replies, meter = self._fetch(self._next_small, lambda some: some[0].commands if some else ())
+        if not some or self._planned_ranges is None:
+            return None
+        ranges = some[0]
+        if isinstance(meter, SmallReplies) and not meter.has_misfit:
+            if ranges.are_whole_in(meter):
+                self._planned_ranges.skip(len(ranges))
+                return self._resize([(ranges.streams, meter.entries)], meter.total_bytes)
+            replies = list(meter.split())
+        requests = [(_unread(one), one.size) for one in islice(self._planned_ranges, len(ranges))]
+        return self._accept_all(requests, replies, meter.total_bytes)
+
+    def _next_small(self) -> list[SmallRanges]:
+        if self._planned_ranges is None or self._unread_ranges or not self._reads_segments:
+            return []
+        if self._entry_bytes > _MAX_SEGMENT_ENTRY_BYTES:
+            return []
+        some = self._planned_ranges.small(least=_MIN_SEGMENT_ENTRIES, most=self._trip_entries)
+        return [some] if some is not None else []
 
     def _next_ranges(self) -> list[tuple[_UnreadRange, int]]:
         """Choose the ranges of the next round trip, and the COUNT of each."""
         requests: list[tuple[_UnreadRange, int]] = []
         budget = self._trip_entries
-        for reader in self._in_order():
-            if budget <= 0 or (requests and requests[-1][0].must_finish_before(reader)):
+        readers = self._in_order()
+        while budget > 0 and (reader := next(readers, None)) is not None:
+            if requests and requests[-1][0].must_finish_before(reader):
                 break
             requests.append((reader, min(reader.remaining, self._trip_entries)))
             budget -= requests[-1][1]
@@ -139,26 +166,26 @@ class PartitionReader:
         """The ranges that are not read to their end. One that is taken is among `_unread_ranges` from then on."""
         yield from self._unread_ranges
         for one in self._ranges:
-            reader = _UnreadRange(one, b"(%d-%d" % one.after, b"%d-%d" % one.until)
+            reader = _unread(one)
             self._unread_ranges.append(reader)
             yield reader
 
     def _fetch(
-        self, choose: Callable[[], list[T]], commands_of: Callable[[list[T]], list[Command]]
-    ) -> tuple[list[T], list[Reply], int]:
-        """Fetch what `choose` returns; return it with the replies and their size. Retries with fewer entries if the
-        reply is too large.
+        self, choose: Callable[[], list[T]], commands_of: Callable[[list[T]], Sequence[Command]]
+    ) -> tuple[list[T], list[Reply], ReplySize]:
+        """Fetch what `choose` returns; return it with the replies and what has read them. Retries with fewer entries if
+        the reply is too large.
 
         The size is not known before the reply arrives. If a reply exceeds the maximum, the reader closes the connection
         and requests fewer entries, finally a single one of any size. It does the same if the connection breaks for
         another reason: Redis closes one whose replies exceed client-output-buffer-limit.
         """
 
-        def attempt() -> tuple[list[T], list[Reply], int]:
+        def attempt() -> tuple[list[T], list[Reply], ReplySize]:
             while True:
                 chosen = choose()
                 commands = commands_of(chosen)
-                meter = self._meter(len(commands))
+                meter = self._meter(commands)
                 try:
                     replies = self._fetch_entries(commands, meter)
                 except Unavailable:
@@ -168,20 +195,26 @@ class PartitionReader:
                 else:
                     if isinstance(meter, ReplySegments) and meter.has_misfit:
                         self._reads_segments = False
-                    return chosen, replies, meter.total_bytes
+                    return chosen, replies, meter
 
         return self._with_retry(attempt)
 
-    def _meter(self, commands: int) -> ReplySize:
-        """Return what reads the replies to so many commands, up to the maximum size of a round trip."""
+    def _meter(self, commands: Sequence[Command]) -> ReplySize:
+        """Return what reads the replies to `commands`, up to the maximum size of a round trip."""
         most = _MAX_TRIP_BYTES if self._trip_entries > 1 else float("inf")
-        are_many = self._trip_entries >= max(_MIN_SEGMENT_ENTRIES, _MIN_REPLY_ENTRIES * commands)
+        if isinstance(commands, PackedCommands):
+            return SmallReplies(most, self._buffer, self._entry_bytes * self._trip_entries)
+        are_many = self._trip_entries >= max(_MIN_SEGMENT_ENTRIES, _MIN_REPLY_ENTRIES * len(commands))
         if self._reads_segments and are_many and self._entry_bytes <= _MAX_SEGMENT_ENTRY_BYTES:
-            return ReplySegments(most, self._buffer)
+            return ReplySegments(most, self._buffer, self._entry_bytes * self._trip_entries)
         return ReplySize(most)
 
     def _with_retry(self, ask_for: Callable[[], T]) -> T:
         return self._client.retry_while_unavailable(ask_for, what="reading streams", limit_ms=self._limit_ms)
+
+    def _accept_all(self, requests: list[tuple[_UnreadRange, int]], replies: list[Reply], size: int) -> Fetched:
+        runs = [self._accept(reader, count, reply) for (reader, count), reply in zip(requests, replies, strict=True)]
+        return self._resize([run for run in runs if run[1]], size)
 
     def _accept(self, reader: _UnreadRange, count: int, reply: Reply) -> StreamEntries:
         entries = raise_if_error(reply)
@@ -194,7 +227,7 @@ class PartitionReader:
             self._check_complete(reader)
         return reader.offset_range.stream, entries
 
-    def _resize(self, runs: list[StreamEntries], size: int) -> Fetched:
+    def _resize(self, runs: list[Run], size: int) -> Fetched:
         """Set the number of entries of the next round trip by the sizes in this one."""
         rows = sum(len(some) for _, some in runs)
         if rows:
@@ -221,6 +254,10 @@ class PartitionReader:
             f"{offset_range.until} while they were being read: they were trimmed or deleted"
         )
         report_loss(text, fail=self._fail_on_data_loss)
+
+
+def _unread(one: OffsetRange) -> _UnreadRange:
+    return _UnreadRange(one, b"(%d-%d" % one.after, b"%d-%d" % one.until)
 
 
 def _commands(requests: list[tuple[_UnreadRange, int]]) -> list[Command]:

@@ -11,7 +11,6 @@ from pyspark.sql.types import StructType
 
 from millstream.redis_client.gc_pause import gc_paused
 from millstream.spark.error_boundary import clean_traceback, clean_tracebacks
-from millstream.spark.source.offset_ranges import from_columns
 from millstream.spark.source.options import SourceOptions
 
 if TYPE_CHECKING:
@@ -94,12 +93,13 @@ class ReaderBase:
 
     def _read(self, partition: InputPartition, *, limit_ms: float | None) -> "Iterator[pa.RecordBatch]":
         from millstream.spark.source.partition_reader import PartitionReader
+        from millstream.spark.source.planned_ranges import PlannedRanges
         from millstream.spark.source.row_layout import batch_maker, takes_segments
 
         columns = planned(partition)
         reader = PartitionReader(
             self._client,
-            from_columns(columns) if columns else (),  # made in `batches`, which pauses the garbage collector
+            PlannedRanges(columns) if columns else (),  # taken in `batches`, which pauses the garbage collector
             limit_ms=limit_ms,
             fail_on_data_loss=self._options.fail_on_data_loss,
             replicas=self._replicas,

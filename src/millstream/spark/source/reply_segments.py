@@ -5,6 +5,7 @@ the length of each value with the length that Redis announced. Where all are equ
 a value has a line break in it, or it is no reply to XRANGE: then hiredis parses the replies.
 """
 
+import select
 from collections.abc import Sequence
 from socket import socket
 from typing import Any
@@ -17,9 +18,12 @@ from millstream.spark.source.entry_segment import Data, EntrySegment, Places, Ra
 
 _BUFFER_BYTES, _SEGMENT_BYTES = 1 << 21, 1 << 19
 """Each segment costs a third of a millisecond, however small it is; larger ones do not stay in the caches of a core."""
+_LIKELY_SHARE = 0.95
+_BREAK_MS = 1
+_CLOSED = getattr(select, "POLLRDHUP", 0)  # macOS has none
 _SPARE_BYTES = 8  # a word is read from each line, the last one included
 
-_CR, _LF, _DOLLAR, _STAR = b"\r\n$*"
+_CR, _LF, _DOLLAR, STAR = b"\r\n$*"
 _MAX_TABLED = 1_000
 
 
@@ -66,28 +70,39 @@ class ReceiveBuffer:
 
     @property
     def is_to_parse(self) -> bool:
-        """True if a reply may have ended, or if enough is unparsed."""
-        unparsed = self.size - self.parsed
-        return (
-            bytes(self._view[self.size - 2 : self.size]) == b"\r\n"
-            or unparsed >= _SEGMENT_BYTES
-            or self.size == _BUFFER_BYTES
-        )
+        """True if enough is unparsed for a segment."""
+        return self.size - self.parsed >= _SEGMENT_BYTES or self.size == _BUFFER_BYTES
+
+    @property
+    def may_end(self) -> bool:
+        """True if a reply may have ended."""
+        return bytes(self._view[self.size - 2 : self.size]) == b"\r\n"
 
 
 class ReplySegments(ReplySize):
-    """Reads replies as `RawEntries` into `buffer`; after a misfit, `has_misfit`, as hiredis parses them."""
+    """Reads replies as `RawEntries` into `buffer`; after a misfit, `has_misfit`, as hiredis parses them.
 
-    def __init__(self, most: float, buffer: ReceiveBuffer) -> None:
+    About `expected_bytes` are parsed at once if they come without a break, as each parse has a cost of its own.
+    """
+
+    def __init__(self, most: float, buffer: ReceiveBuffer, expected_bytes: int = 0) -> None:
         super().__init__(most)
         self._buffer = buffer
+        self._expected_bytes = expected_bytes * _LIKELY_SHARE
         self.has_misfit = False
 
     def read_all(self, opened: socket, reader: Parser, nothing: object, count: int) -> list[Any]:
         """The next `count` replies."""
+        parser = SegmentParser(count)
+        replies = self.read_by(parser, opened, reader, nothing, count)
+        return list(parser.replies) if replies is None else replies
+
+    def read_by(
+        self, parser: "SegmentParser", opened: socket, reader: Parser, nothing: object, count: int
+    ) -> list[Any] | None:
+        """Let `parser` parse the next `count` replies; after a misfit return them, as hiredis parses them."""
         if self.has_misfit:
             return super().read_all(opened, reader, nothing, count)
-        parser = SegmentParser(count)
         received: list[Data] = []
         buffer = self._buffer
         buffer.begin()
@@ -95,7 +110,7 @@ class ReplySegments(ReplySize):
             while not parser.is_done:
                 received.append(buffer.receive(opened))
                 self.add(len(received[-1]))
-                if buffer.is_to_parse:
+                if buffer.is_to_parse or (buffer.may_end and not self._expects_more(opened)):
                     buffer.parsed = parser.parse(buffer.data, buffer.parsed, buffer.size)
             if buffer.parsed < buffer.size:
                 raise Misfit
@@ -104,7 +119,15 @@ class ReplySegments(ReplySize):
             self.total_bytes -= sum(map(len, received))
             again: Any = _Received(received, opened)
             return super().read_all(again, reader, nothing, count)
-        return list(parser.replies)
+        return None
+
+    def _expects_more(self, opened: socket) -> bool:
+        """True if more bytes are there, or come at once, and probably belong to the replies."""
+        if self.total_bytes >= self._expected_bytes:
+            return False
+        poll = select.poll()
+        poll.register(opened, select.POLLIN | _CLOSED)
+        return any(not event & (_CLOSED | select.POLLHUP) for _, event in poll.poll(_BREAK_MS))
 
 
 class _Received:
@@ -146,7 +169,7 @@ class SegmentParser:
         words: NDArray[np.uint32] = np.ndarray((size,), np.dtype("<u4"), data, strides=(1,))
         kinds = data[starts]
         entries = _find_entries(words, kinds, starts)
-        widths = _numbers_after_stars(data, starts, ends, entries + 3)
+        widths = numbers_after_stars(data, starts, ends, entries + 3)
         if (widths % 2).any():
             raise Misfit
         stops = entries + 4 + 2 * widths
@@ -185,9 +208,9 @@ class SegmentParser:
         line = done = 0
         while line < len(ends) and not self.is_done:
             if not self._left:
-                if data[starts[line]] != _STAR:
+                if data[starts[line]] != STAR:
                     raise Misfit
-                self._left = _number(data[starts[line] + 1 : ends[line]].tobytes())
+                self._left = number_of_entries(data[starts[line] + 1 : ends[line]].tobytes())
                 self.replies.append(RawEntries())
                 headers.append(line)
                 line += 1
@@ -206,13 +229,13 @@ class SegmentParser:
 
 def _find_entries(words: NDArray[np.uint32], kinds: Data, starts: Places) -> NDArray[np.intp]:
     """The lines at which entries probably begin: a list of two, of which the first is a text, the second a list."""
-    found = np.flatnonzero(kinds[:-1] == _STAR)
+    found = np.flatnonzero(kinds[:-1] == STAR)
     found = found[: np.searchsorted(found, len(starts) - 4)]  # with three complete lines after it
-    is_entry = (words[starts[found]] == _ENTRY) & (kinds[found + 1] == _DOLLAR) & (kinds[found + 3] == _STAR)
+    is_entry = (words[starts[found]] == _ENTRY) & (kinds[found + 1] == _DOLLAR) & (kinds[found + 3] == STAR)
     return found[np.flatnonzero(is_entry)]
 
 
-def _numbers_after_stars(data: Data, starts: Places, ends: Places, lines: NDArray[np.intp]) -> NDArray[np.intp]:
+def numbers_after_stars(data: Data, starts: Places, ends: Places, lines: NDArray[np.intp]) -> NDArray[np.intp]:
     """The numbers, of three digits at most, in lines that begin with a star."""
     at, until = starts[lines] + 1, ends[lines]
     numbers = np.zeros(len(lines), np.intp)
@@ -227,7 +250,8 @@ def _numbers_after_stars(data: Data, starts: Places, ends: Places, lines: NDArra
     return numbers
 
 
-def _number(text: bytes) -> int:
+def number_of_entries(text: bytes) -> int:
+    """The number in the line that begins a reply. Raises Misfit for an error, or no list."""
     if not text.isdigit():
         raise Misfit
     return int(text)

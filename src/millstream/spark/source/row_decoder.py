@@ -4,7 +4,7 @@ Every batch has exactly the schema that Spark expects: Spark checks the first on
 query without an explanation.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, islice
 
@@ -15,11 +15,9 @@ import pyarrow.compute as pc
 
 from millstream.errors import ConfigError, DecodeError
 from millstream.spark.greatest_numbers import MAX_LONG, MAX_TIMESTAMP_MS
-from millstream.spark.source.entry_segment import Entries, Entry, EntrySegment, RawEntries
+from millstream.spark.source.entry_runs import Run, chunks, stream_column, streams_of
+from millstream.spark.source.entry_segment import Entry, EntrySegment
 from millstream.spark.source.field_name_case import warn_of_other_case
-
-StreamEntries = tuple[str, Entries]
-"""Consecutive entries of one stream."""
 
 Fields = EntrySegment | list[list[bytes]]
 """The names and values of entries."""
@@ -49,7 +47,7 @@ class BatchMaker:
         self._meta = meta
         self._make_columns = make_columns
 
-    def __call__(self, runs: Sequence[StreamEntries]) -> pa.RecordBatch:
+    def __call__(self, runs: Sequence[Run]) -> pa.RecordBatch:
         """Return one batch with the entries of `runs`, in their order. Raises DecodeError, which names the entry."""
         made: list[dict[str, pa.Array]] = []
         row = 0
@@ -58,14 +56,14 @@ class BatchMaker:
             try:
                 made.append(self._id_columns(ids) | self._make_columns(fields))
             except _InvalidValue as misfit:
-                owners = (stream for stream, run in runs for _ in run)
+                owners = (stream for stream, count in streams_of(runs) for _ in range(count))
                 stream = next(islice(owners, row + misfit.row, None))
                 entry_id = ids[misfit.row].as_py().decode()
                 raise DecodeError(f"the entry {entry_id} of the stream {stream!r}: {misfit}") from None
             row += len(ids)
         columns = {name: pa.concat_arrays([one[name] for one in made]) for name in made[0]}
         if "stream" in self._meta:
-            columns[self._meta["stream"]] = _streams(runs)
+            columns[self._meta["stream"]] = stream_column(runs)
         return pa.RecordBatch.from_arrays([columns[name] for name in self._schema.names], schema=self._schema)
 
     def _id_columns(self, ids: pa.Array) -> dict[str, pa.Array]:
@@ -81,57 +79,11 @@ class BatchMaker:
         return columns
 
 
-def chunks(runs: Sequence[StreamEntries]) -> list[EntrySegment | list[Entry]]:
-    """All entries in order: those with the same bytes as one segment, others as lists; one chunk at least."""
-    if RawEntries not in {type(run) for _, run in runs}:
-        return [list(chain.from_iterable([run for _, run in runs]))]  # in one step for all of many small streams
-    found: list[EntrySegment | list[Entry]] = []
-    for part in _parts(runs):
-        last = found[-1] if found else None
-        if isinstance(part, EntrySegment):
-            if isinstance(last, EntrySegment) and last.data is part.data:
-                found[-1] = last.followed_by(part)
-            else:
-                found.append(part)
-        elif isinstance(last, list):
-            last += part
-        else:
-            found.append(part)
-    return found
-
-
-def _parts(runs: Sequence[StreamEntries]) -> Iterator[EntrySegment | list[Entry]]:
-    """The entries of `runs`, those of replies that follow each other in a segment as one part."""
-    last: tuple[EntrySegment, int, int] | None = None
-    for _, run in runs:
-        for part in run.parts if isinstance(run, RawEntries) else (list(run),):
-            if isinstance(part, list):
-                if last is not None:
-                    yield last[0].part(*last[1:])
-                last = None
-                yield part
-            elif last is not None and last[0] is part[0] and last[2] == part[1]:
-                last = (last[0], last[1], part[2])
-            else:
-                if last is not None:
-                    yield last[0].part(*last[1:])
-                last = part
-    if last is not None:
-        yield last[0].part(*last[1:])
-
-
 def _ids_and_fields(entries: EntrySegment | list[Entry]) -> tuple[pa.Array, Fields]:
     """The ids, as binary, and the names and values."""
     if isinstance(entries, EntrySegment):
         return entries.ids, entries
     return pa.array([entry[0] for entry in entries], pa.binary()), [entry[1] for entry in entries]
-
-
-def _streams(runs: Sequence[StreamEntries]) -> pa.Array:
-    if len(runs) == 1:
-        return pa.repeat(pa.scalar(runs[0][0]), len(runs[0][1]))
-    names = pa.array([name for name, _ in runs], pa.string())
-    return names.take(pa.array(np.repeat(np.arange(len(runs)), [len(run) for _, run in runs])))
 
 
 def split_ids(ids: pa.Array | list[bytes]) -> tuple[pa.Array, pa.Array]:

@@ -8,20 +8,14 @@ from pyspark.sql.types import StructType
 
 from millstream.redis_client.key_names import REDRIVE_FIELD, to_wire
 from millstream.spark.source.block_maker import BlockMaker
+from millstream.spark.source.entry_runs import Run, split
 from millstream.spark.source.entry_segment import Entries, RawEntries
 from millstream.spark.source.options import Columns
-from millstream.spark.source.row_decoder import (
-    BatchMaker,
-    StreamEntries,
-    json_columns,
-    map_columns,
-    pair_columns,
-    typed_columns,
-)
+from millstream.spark.source.row_decoder import BatchMaker, json_columns, map_columns, pair_columns, typed_columns
 from millstream.spark.source.schema import is_default, shown_columns
 from millstream.spark.versions import arrow_schema
 
-MakeBatch = Callable[[Sequence[StreamEntries]], pa.RecordBatch]
+MakeBatch = Callable[[Sequence[Run]], pa.RecordBatch]
 
 
 def batch_maker(columns: Columns, schema: StructType) -> MakeBatch:
@@ -35,9 +29,15 @@ def takes_segments(columns: Columns) -> bool:
     return columns.fields_as == "array"
 
 
-def _without_redriven(runs: Sequence[StreamEntries]) -> list[StreamEntries]:
+def _without_redriven(runs: Sequence[Run]) -> list[Run]:
     """Skip entries that are for one handler alone: dead letters that were redriven, and messages of timers."""
-    return [(stream, _without(REDRIVE_FIELD, entries)) for stream, entries in runs]
+    found: list[Run] = []
+    for run in runs:
+        if isinstance(run[1], RawEntries) and not run[1].begins_with(REDRIVE_FIELD):
+            found.append(run)
+        else:
+            found += [(stream, _without(REDRIVE_FIELD, entries)) for stream, entries in split(run)]
+    return found
 
 
 def _without(first_name: bytes, entries: Entries) -> Entries:
