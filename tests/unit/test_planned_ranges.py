@@ -35,7 +35,7 @@ def command(one: OffsetRange) -> tuple[str | bytes | int, ...]:
 
 @settings(deadline=None)
 @given(st.lists(ranges, max_size=40), st.integers(1, 3_000), st.integers(1, 3_000))
-def test_ranges_are_taken_in_their_order_whether_one_by_one_or_many_at_once(
+def test_ranges_keep_their_order_whether_one_by_one_or_many_at_once(
     planned: list[OffsetRange], least: int, most: int
 ) -> None:
     taking = as_planned(planned)
