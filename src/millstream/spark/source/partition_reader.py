@@ -139,7 +139,10 @@ class PartitionReader:
                 self._planned_ranges.skip(len(ranges))
                 return self._resize([(ranges.streams, meter.entries)], meter.total_bytes)
             replies = list(meter.split())
-        requests = [(_unread(one), one.size) for one in islice(self._planned_ranges, len(ranges))]
+        ranges_read = islice(self._planned_ranges, len(ranges))
+        requests = [
+            (_unread(one), count) for one, count in zip(ranges_read, ranges.streams.counts.tolist(), strict=True)
+        ]
         return self._accept_all(requests, replies, meter.total_bytes)
 
     def _next_small(self) -> list[SmallRanges]:
