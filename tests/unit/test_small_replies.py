@@ -102,6 +102,13 @@ def test_what_is_no_list_of_entries_is_left_to_the_other_parser(place: int, othe
     assert received == entries
 
 
+def test_a_number_is_no_beginning_of_a_reply_although_it_equals_the_number_of_entries_after_it() -> None:
+    entry = [b"1-0", [b"a", b"b"]]
+    reader, received = read(b":1\r\n" + resp(entry), 2, [])
+    assert reader.has_misfit
+    assert received == [1, entry]
+
+
 def test_more_entries_than_a_number_of_three_digits_are_left_to_the_other_parser() -> None:
     replies = [[[b"%d-0" % n, [b"a", b"b"]] for n in range(count)] for count in (1, 999, 1_000)]
     for some in (replies[:2], replies):
