@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from millstream.errors import RedisError
+from millstream.errors import RedisError, Unavailable
 from millstream.redis_client.resp import Command, Reply
 
 T_co = TypeVar("T_co", covariant=True)
@@ -36,7 +36,8 @@ class SentCall(Generic[T_co]):
 
     def __init__(self, call: Call[T_co], await_reply: "Callable[[SentCall[T_co]], None]") -> None:
         self.call = call
-        self.reply: Reply = None
+        # Until it is read: a result that was never read must not count as a good one.
+        self.reply: Reply = Unavailable("the reply was not read: an exception has interrupted the call")
         self._await_reply = await_reply
 
     def result(self) -> T_co | RedisError:

@@ -26,13 +26,14 @@ from millstream.errors import (
     UNREACHABLE_HINT,
     AccessDenied,
     ConfigError,
+    MillstreamError,
     RedisError,
     ScriptMissing,
     Unavailable,
     WrongType,
 )
 from millstream.redis_client.call import Call, SentCall
-from millstream.redis_client.deployments import _Route, _SingleNodeRoute, parse_route
+from millstream.redis_client.deployments import _Route, _SingleNodeRoute, open_connection, parse_route
 from millstream.redis_client.error_translation import (
     REDIS_ERRORS,
     denies_key,
@@ -84,7 +85,8 @@ class Client:
     """Connections to one Redis deployment, by `url`: a server, a Sentinel service or a cluster.
 
     Holds one connection per node, opened at first use. Threads may share it; their calls are serialized. `timeout_ms`
-    bounds each wait for a reply. Raises ConfigError for an invalid URL, and RedisError for all other errors.
+    bounds each wait for a reply. Raises ConfigError for an invalid URL, and RedisError for all other errors. After a call
+    that another exception has interrupted, such as KeyboardInterrupt, it may be used on.
     """
 
     def __init__(self, url: str, *, timeout_ms: int = 15_000, clock: Clock = SYSTEM_CLOCK) -> None:
@@ -96,6 +98,9 @@ class Client:
         self._connections: dict[int, tuple[ConnectionPool, Any]] = {}
         self._cached_route: _Route | None = None
         self._sent: tuple[SentCall[Any], Any] | None = None
+        self._unread = False
+        """From before a command is sent until its reply is read, and on if an exception comes between: later commands
+        would take the reply for theirs."""
         self._uncovered = Every(_UNCOVERED_MS)
 
     def __repr__(self) -> str:
@@ -116,6 +121,7 @@ class Client:
     def close(self) -> None:
         """Close every connection; the client may be used again."""
         with self._lock:
+            self._unread = True  # an exception may come before the last one is closed
             if self._sent is not None:
                 self._sent[0].reply = Unavailable(f"a connection to Redis at {redact_url(self.url)} was closed")
                 self._sent = None
@@ -123,6 +129,7 @@ class Client:
                 connection.disconnect()
                 pool.release(connection)
             self._connections.clear()
+            self._unread = False
 
     def __enter__(self) -> Self:
         return self
@@ -200,8 +207,10 @@ class Client:
                 else:
                     self._receive_sent()
                     connection, packed = self._connection(pool), pack_command(command)
+                    self._unread = True
                     self._translating_errors(lambda: connection.send_packed_command([packed]), command)
                     self._sent = sent, connection
+                    self._unread = False
             except RedisError as error:
                 sent.reply = error
         return sent
@@ -217,14 +226,20 @@ class Client:
                     sent.reply = error
 
     def _receive_sent(self) -> None:
-        """Read the reply to the call that was sent without waiting, if there is one: it comes before any other."""
+        """Read the reply to the call that was sent without waiting, if there is one: it comes before any other.
+
+        Closes the connections if others may come before that of the next command.
+        """
+        if self._unread:
+            self.close()
         if self._sent is None:
             return
         sent, connection = self._sent
         command = sent.call.command
+        self._unread = True
         try:
             reply = self._translating_errors(lambda: self._read(connection), command)
-            self._sent = None
+            self._sent, self._unread = None, False
             (sent.reply,) = self._resolve([reply], [command])
         except RedisError as error:
             self._sent, sent.reply = None, error
@@ -407,7 +422,7 @@ class Client:
     def _connection(self, pool: ConnectionPool) -> Any:  # redis-py annotates only half of a connection
         opened = self._connections.get(id(pool))
         if opened is None:
-            connection = self._translating_errors(pool.get_connection, None)
+            connection = self._translating_errors(lambda: open_connection(pool), None)
             self._connections[id(pool)] = opened = (pool, connection)
         return opened[1]
 
@@ -470,9 +485,11 @@ class Client:
                 return meter.read_all(connection._sock, connection._parser._reader, NOT_ENOUGH_DATA, len(commands))
             return [self._read(connection) for _ in commands]
 
+        self._unread = True
         replies = self._translating_errors(exchange, commands[0])
         if silent and any(isinstance(reply, Exception) for reply in replies):
             self._discard_after_error(replies)
+        self._unread = False
         return replies
 
     @staticmethod
@@ -548,13 +565,18 @@ class Client:
     def _translating_errors(self, action: Callable[[], T], command: Command | None) -> T:
         try:
             return action()
-        except REDIS_ERRORS as error:
+        except MillstreamError:
+            raise
+        except BaseException as error:
             # After a failover only a new connection finds the new primary; in a cluster, only newly read slots do.
             # A slot without an owner has broken no connection: whether it has one by now is read once a second.
+            # After an interruption, as by Ctrl-C, replies may be unread, also those to redis-py's reads of the slots.
             if not isinstance(error, SlotNotCoveredError) or self._uncovered.is_due(self._clock.monotonic_ms()):
                 self.close()
                 if self.is_cluster:
                     self._cached_route = None
+            if not isinstance(error, REDIS_ERRORS):
+                raise
             raise translate(error, self.url, command) from error
 
 

@@ -123,6 +123,15 @@ class _ClusterRoute:
         return Shard((primary.host, primary.port), tuple((node.host, node.port) for node in others))
 
 
+def open_connection(pool: ConnectionPool) -> Any:
+    """A connection of `pool` that is set up: its user is logged in, and its database selected. Raises REDIS_ERRORS."""
+    try:
+        return pool.get_connection()
+    except BaseException:
+        pool.disconnect()  # a later call would use one whose setup was interrupted, as if it were complete
+        raise
+
+
 def _connection_settings(url: str) -> dict[str, Any]:
     """The connection settings of a plain `url`. Raises ValueError, also for errors that redis-py ignores or defers."""
     parts = urlsplit(url)

@@ -88,6 +88,9 @@ class TrackedClient(Client):
                 self._kept.forget(self._tracker.changed())
             except RedisError:  # what is sent next without tracking raises the error, or Redis is back
                 self._kept.forget(None)
+            except BaseException:  # an interruption, as by Ctrl-C: reported changes may be lost with it
+                self._kept.forget(None)
+                raise
             self._is_current = True
 
     def _read_tracked(self, missing: Mapping[int, "_Read"]) -> dict[int, Reply]:
