@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import pytest
 
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
-from millstream.errors import AccessDenied
-from millstream.handlers.attempt import NO_EFFECTS, Done, Outcome, RetryLater
+from millstream.errors import AccessDenied, WrongType
+from millstream.handlers.attempt import NO_EFFECTS, DeadLettered, Done, Outcome, RetryLater
 from millstream.handlers.encoding import pack_output
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
@@ -29,9 +29,9 @@ pytestmark = [pytest.mark.worker]
 class Bench:
     """A committer, and entries of streams that were fetched and are in flight."""
 
-    def __init__(self, client: Client, *streams: str) -> None:
+    def __init__(self, client: Client, *streams: str, batch: int = 256) -> None:
         self.found: list[Delivery] = []
-        self.in_flight = InFlight(WorkerPolicy(), 1)
+        self.in_flight = InFlight(WorkerPolicy(batch=batch), 1)
         for name in streams:
             stream = ReliableStream(client, name, app="app", handler="handle", consumer="w", into="out")
             stream.join()
@@ -173,6 +173,66 @@ def test_commits_of_several_streams_that_redis_refuses_for_good_are_not_repeated
     with pytest.raises(AccessDenied):
         committer.settle(with_output([lease.entries[0] for lease in leases]))
     assert client.execute("XLEN", "out") == 2, "one of each, though Redis undoes nothing of a script"
+
+
+def test_a_dead_letter_that_redis_has_written_is_reported_though_the_committer_fails_before_it_has_read_the_reply(
+    client: Client, clerk: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    fill(client, 3)
+    bench = Bench(clerk, "in", batch=1)
+    bench.committer.settle(ran(bench.found[:1]))  # from now on the server knows the script
+    bench.committer.finish()
+    bench.committer.settle(ran(bench.found[1:2], DeadLettered("failed", "ValueError: the bank refuses")))
+    eventually(lambda: client.execute("XLEN", KEYS.dead_letters) == 1)
+    client.execute("ACL", "SETUSER", "clerk", "-hincrby", "-hset", "-hget")
+    bench.in_flight.completions.put(((bench.found[2],), RetryLater(10_000.0, "ValueError: not yet")))
+    with pytest.raises(AccessDenied):
+        bench.committer.run()
+    assert "dead letter (failed, attempt 1 of 3): message " in caplog.text
+    assert "the bank refuses; see: millstream dlq list" in caplog.text
+    assert (bench.committed, bench.in_flight.deliveries) == (2, bench.found[2:])
+
+
+def test_the_error_of_a_committer_is_raised_also_if_the_reply_to_its_last_commit_is_lost(
+    client: Client, proxy: Proxy, slow: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(client, 2)
+    bench = Bench(slow, "in", batch=1)
+    bench.committer.settle(ran(bench.found[:1]))
+    bench.committer.finish()
+    proxy.cut_before("EVALSHA")
+    bench.committer.settle(ran(bench.found[1:]))
+
+    def refuse() -> None:
+        raise AccessDenied("rights were taken")
+
+    monkeypatch.setattr(bench.committer, "_run", refuse)
+    with pytest.raises(AccessDenied):
+        bench.committer.run()
+    assert bench.committed == 1, "it is not repeated: other workers get the message"
+
+
+def test_dead_letters_of_one_stream_are_reported_though_the_settlement_of_another_one_fails(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    leases = []
+    for name in ("in", "in2"):
+        publish(client, "AA", stream=name)
+        stream = keyed(client, stream=name)
+        stream.enqueue_new(count=10, max_pending=10)
+        leases.append(lease_one(stream))
+    context = make_context(client, make(double, key="k", pattern="in*"))
+    committer = KeyCommitter(context, release=lambda released: None, on_lease_end=lambda stream: None)
+    context.in_flight.add_leases(leases, 0)
+    client.execute("SET", KEYS.backoff, "no sorted set")  # so the release of the first one is refused
+    dead = DeadLettered("failed", "ValueError: the bank refuses")
+    outcomes: list[Outcome] = [dead, RetryLater(10_000.0, "ValueError: not yet")]
+    with pytest.raises(WrongType):
+        committer.settle(
+            [run for lease in leases for run in zip([(one,) for one in lease.entries], outcomes, strict=True)]
+        )
+    assert caplog.text.count("the bank refuses; see: millstream dlq list") == 2
+    assert context.loop_metrics.committed == 2
 
 
 def test_a_commit_is_noted_while_only_failures_follow(client: Client) -> None:

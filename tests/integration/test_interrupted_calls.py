@@ -25,6 +25,11 @@ OF_CONNECTION = opcodes_of("redis_client/deployments.py", "redis/connection.py",
 ECHO = Call(("ECHO", "sent"), bytes)
 
 
+def _send_and_close(client: Client) -> None:
+    client.send(ECHO)
+    client.close()
+
+
 def _send_twice(client: Client) -> None:
     first, second = client.send(ECHO), client.send(ECHO)
     second.result()
@@ -38,7 +43,7 @@ CALLS: dict[str, Callable[[Client], object]] = {
     "skipping": lambda client: client.pipeline_skipping([(("ECHO", "silent"), ("ECHO", "first"))] * 2),
     "sent": _send_twice,
     "sent before another": lambda client: (client.send(ECHO), client.execute("ECHO", "first")),
-    "sent before the end": lambda client: (client.send(ECHO), client.close()),
+    "sent before the end": _send_and_close,
 }
 
 

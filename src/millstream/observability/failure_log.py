@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from millstream.clock import SYSTEM_CLOCK, Clock
-from millstream.handlers.attempt import Parked, RetryLater, traceback_of
+from millstream.handlers.attempt import DeadLettered, Outcome, Parked, RetryLater, traceback_of
 from millstream.handlers.handler import Handler
 from millstream.redis_client.escaping import escape, escape_line, escape_lines, json_value
 from millstream.redis_client.formats import format_run_time
@@ -154,11 +154,15 @@ class FailureLog:
         entry_id: str,
         key: bytes | None,
         attempt: int,
-        outcome: RetryLater | Parked,
+        outcome: RetryLater | Parked | DeadLettered,
         *,
         delay_ms: float = 0.0,
+        action: str | None = None,
     ) -> None:
-        """Log a failed attempt; `delay_ms`: how long the message waits for its next one."""
+        """Log a failed attempt; `delay_ms`: how long the message waits for its next one.
+
+        `action`: what happens instead of what the outcome asks for, where this process may not decide that any more.
+        """
         raised = outcome.raised if isinstance(outcome, RetryLater) else None
         kind = _kind_of_text(outcome.error, "failed") if raised is None else _kind_of(raised)
         is_admitted, is_new = self._admit(self._attempts, kind)
@@ -166,18 +170,18 @@ class FailureLog:
             return
         retry, error = self._handler.retry, _line(outcome.error, _MAX_ERROR)
         waits = isinstance(outcome, RetryLater) and outcome.waits
-        is_last = isinstance(outcome, Parked) or (attempt == retry.attempts and not waits)
-        if isinstance(outcome, Parked):
-            traceback = outcome.traceback
-        else:
+        is_last = action is None and (isinstance(outcome, Parked) or (attempt == retry.attempts and not waits))
+        if isinstance(outcome, RetryLater):
             traceback = traceback_of(raised) if is_new or is_last else ""
+        else:
+            traceback = outcome.traceback
         blocks = retry.then == "block" and attempt > retry.attempts  # such a message has no last attempt
         of = "" if blocks else f" of {max(attempt, retry.attempts)}"
         name = message_name(stream, entry_id, key)
         event = f"{name} waits for newer code" if waits else f"attempt {attempt}{of} failed on {name}"
         failure = Failure(
             kind=kind,
-            text=f"{self._handler.label}: {event}: {error}; {self._action(outcome, attempt, key, delay_ms)}",
+            text=f"{self._handler.label}: {event}: {error}; {action or self._action(outcome, attempt, key, delay_ms)}",
             handler=self._handler.label,
             stream=escape(stream),
             id=entry_id,
@@ -189,11 +193,12 @@ class FailureLog:
         )
         self._on_failure(failure, is_new)
 
-    def _action(self, outcome: RetryLater | Parked, attempt: int, key: bytes | None, delay_ms: float) -> str:
+    def _action(self, outcome: Outcome, attempt: int, key: bytes | None, delay_ms: float) -> str:
         if isinstance(outcome, Parked):
             return f"{'it' if key is None else 'its key'} is parked, see: millstream key list {self._handler.label}"
         retry = self._handler.retry
-        blocks = outcome.waits or (retry.then == "block" and attempt >= retry.attempts and key is not None)
+        waits = isinstance(outcome, RetryLater) and outcome.waits
+        blocks = waits or (retry.then == "block" and attempt >= retry.attempts and key is not None)
         return f"{'it blocks its key, ' if blocks else ''}retrying in {format_run_time(delay_ms)}"
 
     def dead_lettered(self, letters: Sequence[Sequence[Arg]]) -> None:

@@ -26,6 +26,7 @@ from millstream.handlers.attempt import (
     cancels_rest,
     check_key,
     dead_letter_of,
+    is_limited,
 )
 from millstream.handlers.dead_letter import DeadLetter
 from millstream.handlers.deadlines import Deadlines
@@ -214,6 +215,15 @@ class HandlerSteps:
             outcome,
             delay_ms=delay_ms,
         )
+
+    def log_dropped(self, delivery: Delivery, outcome: Outcome, action: str) -> None:
+        """Log the failed attempt of a run whose outcome has no consequences; `action` says why, and what happens next."""
+        ran = not (is_limited(outcome) or (isinstance(outcome, DeadLettered) and outcome.reason == "canceled"))
+        if ran and not isinstance(outcome, Done):
+            lease = delivery.lease
+            key = None if lease is None else lease.key
+            stream, entry_id = delivery.stream.stream, delivery.id.decode()
+            self.failures.attempt_failed(stream, entry_id, key, delivery.attempt, outcome, action=action)
 
 
 def _message(delivery: Delivery, pairs: Sequence[bytes]) -> Message:

@@ -246,11 +246,11 @@ class ByStream(ByKey):
         """Work on excluded streams again, if that is possible by now; those with the shortest waits first."""
         now_ms = self._context.clock.monotonic_ms()
         due = sorted([one for one in self._excluded.values() if one.due_ms <= now_ms], key=attrgetter("wait_ms"))
-        busy = {lease.stream.stream for lease in self._context.in_flight.leases.copy()} if due else set()
+        busy = self._busy_streams() if due else set()
         is_back = False
         for one in due:
             name = one.lease.stream
-            if name in busy:  # until its lease expires, at the latest
+            if name in busy:
                 continue
             if self._context.clock.monotonic_ms() - now_ms > _RETRIES_MS:
                 break
@@ -272,6 +272,11 @@ class ByStream(ByKey):
             for one in self._excluded.values():
                 if not one.why:
                     one.due_ms = now_ms
+
+    def _busy_streams(self) -> set[str]:
+        """Return the streams of which keys are in flight, or runs go on whose keys were dropped."""
+        in_flight = self._context.in_flight
+        return {one.stream.stream for one in in_flight.leases.copy()} | {one.stream.stream for one in in_flight.runs}
 
     def _resume_stream(self, name: str) -> None:
         self.streams[name].leaving = False
@@ -295,7 +300,7 @@ class ByStream(ByKey):
         if not self._former_since_ms:
             return
         now_ms = self._context.clock.monotonic_ms()
-        busy = {lease.stream.stream for lease in self._context.in_flight.leases.copy()}
+        busy = self._busy_streams()
         self._former_since_ms |= dict.fromkeys(self._former_since_ms.keys() & busy, now_ms)
         # A key of the stream may just have been leased, and not be in flight yet.
         left = [name for name, since_ms in self._former_since_ms.items() if now_ms - since_ms > _SETTLE_MS]

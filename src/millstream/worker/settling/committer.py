@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
 from operator import itemgetter
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import msgspec
 
@@ -15,9 +15,10 @@ from millstream.delivery.effects import U, Unit, are_ids, chunk_by_size, last_id
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.errors import OutOfMemory, RedisError
 from millstream.handlers.attempt import NO_EFFECTS, DeadLettered, Done, RetryLater
-from millstream.handlers.dead_letter import reason_of
+from millstream.handlers.dead_letter import Reason, reason_of
 from millstream.redis_client.call import SentCall
-from millstream.redis_client.key_names import REDRIVE_FIELD
+from millstream.redis_client.key_names import REDRIVE_FIELD, from_wire
+from millstream.redis_client.replies import mapping_of
 from millstream.redis_client.resp import Arg
 from millstream.worker.completion_queue import FinishedRun
 from millstream.worker.context import WorkerContext
@@ -30,6 +31,8 @@ _MEMORY_RETRY_MS = 500.0
 _OBSERVED_AT_ONCE = 20
 """How many runs of those that ended together are observed without a metrics backend: a sample costs next to nothing."""
 _WARN_EVERY_MS = 5_000.0
+LOST = "the message is another worker's now, or was skipped or deleted; this attempt does not count"
+"""What the log says of a failed attempt whose claim or lease was lost meanwhile."""
 PendingCommit = tuple[Sequence[Delivery], Unit]
 T = TypeVar("T")
 
@@ -73,6 +76,12 @@ class Committer:
 
     def run(self) -> None:
         """Commit until the completion queue is closed."""
+        try:
+            self._run()
+        finally:  # if that has failed: what Redis has committed by then is not silent
+            self._note_executed()
+
+    def _run(self) -> None:
         ended = False
         while not ended:
             if not self._in_flight.completions.has_batch:
@@ -103,6 +112,7 @@ class Committer:
                 # The entry was given up, or lost to another worker, while it ran; the rest of its batch is run again.
                 rest = _unstarted(one for one in deliveries if one not in lost)
                 self._in_flight.buffer_again(rest, now_ms)
+                self._steps.log_dropped(delivery, outcome, LOST)
             elif isinstance(outcome, Done):
                 processed += len(deliveries)
                 commits[delivery.stream].append((deliveries, self._unit_of(deliveries, outcome)))
@@ -199,6 +209,18 @@ class Committer:
         if (answered := self._await_commit()) is not None:
             self._note(*answered)
 
+    def _note_executed(self) -> None:
+        """Note the commit that is under way if Redis has executed it; do not repeat it. Raises nothing."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is None:
+            return
+        commit, sent = under_way
+        try:
+            if not isinstance(refused := sent.result(), RedisError):
+                self._note(commit, refused, (self._clock.monotonic_ms() - commit.sent_ms) / 1000)
+        except Exception as error:  # noqa: BLE001 - an earlier one has ended the work, and must not be hidden
+            logger.debug("%s: cannot tell what was committed last: %s", self._steps.handler.label, error)
+
     def _await_commit(self) -> tuple[_SentCommit, Sequence[Unit], float] | None:
         """Wait for the commit that is under way. Return it, its refused units, and how long it took, in seconds.
 
@@ -254,8 +276,11 @@ class Committer:
             )
         self._in_flight.remove(deliveries)
         for batch, one in some if refused_ids else ():
-            if len(batch) > 1 and id(one) in refused_ids:
-                self._rerun_owned(stream, batch)
+            if id(one) in refused_ids:
+                for letter in _dead_letters([(batch, one)]):
+                    self._steps.log_dropped(batch[0], _outcome_of(letter), LOST)
+                if len(batch) > 1:
+                    self._rerun_owned(stream, batch)
         self._loop_metrics.on_runs_settled(commit.runs)
 
     def _rerun_owned(self, stream: ReliableStream, deliveries: Sequence[Delivery]) -> None:
@@ -360,3 +385,8 @@ def _deliveries(runs: Iterable[tuple[Sequence[Delivery], object]]) -> list[Deliv
 
 def _dead_letters(commits: Iterable[PendingCommit]) -> list[Sequence[Arg]]:
     return [letter for _, one in commits if not isinstance(one, bytes) for letter in one.dead_letters]
+
+
+def _outcome_of(letter: Sequence[Arg]) -> DeadLettered:
+    found = {name: from_wire(one) if isinstance(one, bytes) else str(one) for name, one in mapping_of(letter).items()}
+    return DeadLettered(cast("Reason", found["reason"]), found["error"], found["traceback"])

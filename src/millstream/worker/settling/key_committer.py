@@ -11,16 +11,20 @@ import msgspec
 from millstream.delivery.effects import Effects, chunk_by_size
 from millstream.delivery.keyed_stream import KeyedStream, KeyLease, LeaseRelease, lease_of
 from millstream.delivery.last_error import LastError
+from millstream.delivery.output_check import check_output
 from millstream.delivery.reliable_stream import Delivery
-from millstream.errors import OutOfMemory, RedisError, Unavailable
+from millstream.errors import AccessDenied, OutOfMemory, RedisError, Unavailable, WrongType
 from millstream.handlers.attempt import DeadLettered, Done, Outcome, Parked, RetryLater, is_limited
 from millstream.handlers.dead_letter import reason_of
 from millstream.redis_client.resp import Arg
 from millstream.worker.completion_queue import FinishedRun
 from millstream.worker.context import WorkerContext
-from millstream.worker.settling.committer import Committer
+from millstream.worker.settling.committer import LOST, Committer
+from millstream.worker.stream_exclusion import concerns_one_stream, exclude_on_error
 
 logger = logging.getLogger(__name__)
+
+_EXCLUDED = "this worker leaves out the stream; this attempt does not count"
 
 Runs = list[tuple[Delivery, Outcome]]
 """Entries of a key that were run, in order, and their outcomes."""
@@ -93,12 +97,11 @@ class KeyCommitter(Committer):
         for lease in leases:
             kept, new = postponed.get(lease, []), runs.get(lease, [])
             if lease.expired or (lost and any(delivery in lost for delivery, _ in [*kept, *new])):
-                self._drop_lost(lease)
+                self._drop_lost(lease, [*kept, *new])
             else:
                 by_stream[lease.stream].append(self._make_outcome(lease, kept, new))
         sent = self._commit_pipelined(by_stream) if len(by_stream) > 1 else {}
-        for stream, outcomes in by_stream.items():
-            self._settle_stream(stream, outcomes, sent.get(stream))
+        self._settle_each(by_stream, sent)
         self._release_held_back(leases)
         self._loop_metrics.on_runs_settled(sum([len(deliveries) for deliveries, _ in finished]))
 
@@ -178,6 +181,58 @@ class KeyCommitter(Committer):
             for (stream, number), result in zip(numbers.items(), results, strict=True)
         }
 
+    def _settle_each(
+        self,
+        by_stream: Mapping[KeyedStream, Sequence[_LeaseOutcome]],
+        sent: Mapping[KeyedStream, _PipelinedReply],
+    ) -> None:
+        """Settle each stream. After an error only those that are committed, so that it is not silent; then raise it."""
+        first: Exception | None = None
+        for stream, outcomes in by_stream.items():
+            reply = sent.get(stream)
+            if first is not None and (reply is None or isinstance(reply.refused, RedisError)):
+                continue
+            try:
+                self._settle_or_exclude(stream, outcomes, reply)
+            except Exception as error:  # noqa: BLE001 - raised below
+                first = first or error
+        if first is not None:
+            raise first
+
+    def _settle_or_exclude(
+        self, stream: KeyedStream, outcomes: Sequence[_LeaseOutcome], sent: _PipelinedReply | None
+    ) -> None:
+        try:
+            self._settle_stream(stream, outcomes, sent)
+        except (WrongType, AccessDenied) as error:
+            if stream.on_stream_error is None or not concerns_one_stream(error):
+                raise
+            # An output stream that cannot be written concerns all streams.
+            self._retry_while_unavailable(lambda: check_output(self._client, self._steps.handler))
+            with exclude_on_error(stream):
+                raise
+            self._drop_excluded(stream, outcomes)
+
+    def _drop_excluded(self, stream: KeyedStream, outcomes: Sequence[_LeaseOutcome]) -> None:
+        """Drop keys of a stream that this worker leaves: their leases expire, or end when it works on the stream again.
+
+        Nothing of them is committed any more, as that would have to come after what was not committed.
+        """
+        dropped: list[Delivery] = []
+        for one in outcomes:
+            if not one.lease.expired:
+                left = [run for run in one.runs if run[0] in self._in_flight]  # others are committed
+                dropped += self._drop(one.lease, left, _EXCLUDED)
+        if dropped:
+            logger.warning(
+                "%s: %d messages of %s are not committed: this worker leaves out the stream; discarding their effects "
+                "(first: %s)",
+                self._steps.handler.label,
+                len(dropped),
+                stream.stream,
+                dropped[0].id.decode(),
+            )
+
     def _settle_stream(
         self, stream: KeyedStream, outcomes: Sequence[_LeaseOutcome], sent: _PipelinedReply | None
     ) -> None:
@@ -188,8 +243,9 @@ class KeyCommitter(Committer):
             self._loop_metrics.count_retried(sum(release.mode == "backoff" for release in releases))
             self._loop_metrics.count_limited(sum(release.mode == "limit" for release in releases))
             self._loop_metrics.count_parked(sum(release.mode == "park" for release in releases))
+            runs_of = {one.lease: one.runs for one in outcomes}
             for lease in self._retry_while_unavailable(lambda: stream.release_leases(releases)):
-                self._drop_lost(lease)
+                self._drop_lost(lease, runs_of[lease][-1:])
             for one in outcomes:
                 if one.release is not None and one.release.mode != "limit" and not one.lease.expired:
                     delivery, result = one.runs[-1]
@@ -241,7 +297,8 @@ class KeyCommitter(Committer):
             refused = sent.refused
         took_s = (self._clock.monotonic_ms() - began_ms) / 1000 + (sent.took_s if sent else 0.0)
         for one in refused:
-            self._drop_lost(by_effects.pop(id(one)).lease)
+            outcome = by_effects.pop(id(one))
+            self._drop_lost(outcome.lease, outcome.runs)
         done: list[Delivery] = []
         letters: list[Sequence[Arg]] = []
         for outcome in by_effects.values():
@@ -259,12 +316,22 @@ class KeyCommitter(Committer):
         self._in_flight.remove(done)
         self._loop_metrics.count_committed(done, list(map(reason_of, letters)), took_s, head_of_line_avoided=avoided)
 
-    def _drop_lost(self, lease: KeyLease) -> None:
-        """Drop a key that another worker has leased since, or whose lease an operator has ended by changing the key."""
+    def _drop(self, lease: KeyLease, runs: Runs, why: str) -> list[Delivery]:
+        """Drop a key under whose lease nothing is committed any more; return its entries that were in flight.
+
+        `runs` have no consequences, and those that failed are logged; `why` says what happens instead.
+        """
         lease.expired = True
         self._halted.discard(lease)
+        self._postponed_runs.pop(lease, None)
+        for delivery, result in runs:
+            self._steps.log_dropped(delivery, result, why)
+        return self._in_flight.remove_lease(lease)
+
+    def _drop_lost(self, lease: KeyLease, runs: Runs) -> None:
+        """Drop a key that another worker has leased since, or whose lease an operator has ended by changing the key."""
         self._on_lease_end(lease.stream.stream)
-        lost = self._in_flight.remove_lease(lease)
+        lost = self._drop(lease, runs, LOST)
         if lost:
             self._loop_metrics.count_refused(len(lost))
             logger.warning(

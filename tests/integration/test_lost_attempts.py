@@ -1,0 +1,135 @@
+"""Failed attempts on messages that a worker has lost meanwhile: they have no consequence, and are logged all the same."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from millstream.admin.key_queues import skip
+from millstream.delivery.keyed_stream import KeyedStream, KeyLease
+from millstream.delivery.reliable_stream import Delivery, ReliableStream
+from millstream.handlers.attempt import DeadLettered, Outcome, Parked, RetryLater
+from millstream.redis_client.client import Client
+from millstream.worker.context import WorkerContext
+from millstream.worker.settling.committer import Committer
+from millstream.worker.settling.key_committer import KeyCommitter
+from tests.support.keyed_fixtures import KEYS, lease_keys, routed
+from tests.support.workers import double, fill, make, make_context
+
+pytestmark = [pytest.mark.worker, pytest.mark.keys]
+
+ERROR = "ValueError: the bank refuses"
+RETRY, DEAD, PARKED = RetryLater(10.0, ERROR), DeadLettered("failed", ERROR), Parked("failed", ERROR)
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [one.getMessage() for one in caplog.records if one.name == "millstream.failures"]
+
+
+def line_of(delivery: Delivery, *, key: str = "") -> str:
+    return (
+        f"app.handle: attempt 1 of 3 failed on message {delivery.id.decode()} of in{key}: {ERROR}; "
+        "the message is another worker's now, or was skipped or deleted; this attempt does not count"
+    )
+
+
+def fetched(client: Client, count: int = 1) -> tuple[list[Delivery], WorkerContext, Committer]:
+    fill(client, count)
+    stream = ReliableStream(client, "in", app="app", handler="handle", consumer="w")
+    stream.join()
+    found = stream.fetch(count=count)
+    context = make_context(client, make(double))
+    context.in_flight.add(found, 0)
+    return found, context, Committer(context, release=lambda released: None)
+
+
+def leased(client: Client, keys: str) -> tuple[list[KeyLease], WorkerContext, KeyCommitter]:
+    worker = routed(client, keys)
+    context = make_context(client, make(double, key="k"))
+    leases = lease_keys(worker).leases
+    context.in_flight.add_leases(leases, 0)
+    return leases, context, KeyCommitter(context, release=lambda released: None, on_lease_end=lambda stream: None)
+
+
+def ended(lease: KeyLease, outcome: Outcome) -> tuple[Sequence[Delivery], Outcome]:
+    """The run of the first message of a lease, after which no other one runs."""
+    lease.last_run = lease.entries[0]
+    return lease.entries[:1], outcome
+
+
+def test_a_failed_attempt_on_an_entry_that_another_worker_has_claimed_is_logged(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    found, context, committer = fetched(client, 2)
+    context.in_flight.remove(found)  # as the renewal of claims does
+    committer.settle([(found[:1], RETRY), (found[1:], DEAD)])
+    assert lines(caplog) == [line_of(one) for one in found]
+    assert client.execute("EXISTS", KEYS.crashes, KEYS.dead_letters) == 0
+
+
+def test_the_cause_of_a_dead_letter_that_redis_refuses_is_logged(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    found, _, committer = fetched(client)
+    client.execute("XCLAIM", "in", KEYS.group, "other", 0, found[0].id)
+    committer.settle([(found, DEAD)])
+    committer.finish()
+    assert lines(caplog) == [line_of(found[0])]
+    assert client.execute("EXISTS", KEYS.dead_letters) == 0
+
+
+def test_a_message_that_did_not_run_has_no_failed_attempt(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+    found, context, committer = fetched(client)
+    context.in_flight.remove(found)
+    committer.settle([(found, RetryLater(10.0, "no permit", limited=b"ann"))])
+    committer.settle([(found, DeadLettered("canceled", "by 1-0"))])
+    assert lines(caplog) == []
+
+
+def renewed(client: Client, lease: KeyLease, context: WorkerContext) -> None:
+    lease.stream.renew_leases([lease], 60_000, 0)
+    context.in_flight.remove_lease(lease)
+
+
+def unnoticed(client: Client, lease: KeyLease, context: WorkerContext) -> None:
+    """The worker learns of it from Redis, which refuses what it does under the lease."""
+
+
+@pytest.mark.parametrize("notice", [renewed, unnoticed])
+@pytest.mark.parametrize("outcome", [RETRY, DEAD, PARKED])
+def test_a_failed_attempt_on_a_key_whose_lease_was_lost_is_logged_once(
+    client: Client,
+    caplog: pytest.LogCaptureFixture,
+    outcome: Outcome,
+    notice: Callable[[Client, KeyLease, WorkerContext], None],
+) -> None:
+    (lease,), context, committer = leased(client, "AA")
+    first = lease.entries[0]
+    skip(client, KEYS, lease.queue, error="an operator")
+    notice(client, lease, context)
+    caplog.clear()
+    letters = client.execute("XLEN", KEYS.dead_letters)
+    committer.settle([ended(lease, outcome)])
+    assert lines(caplog) == [line_of(first, key=", key A")]
+    assert client.execute("XLEN", KEYS.dead_letters) == letters
+    assert client.execute("HGET", KEYS.crashes, first.id.decode() + "f") is None
+    assert context.in_flight.leases == set()
+
+
+def test_a_failed_attempt_after_messages_that_are_committed_is_logged_if_its_lease_is_lost_then(
+    client: Client, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (lease,), context, committer = leased(client, "AA")
+    first, second = lease.entries
+    release = KeyedStream.release_leases
+
+    def lost_before(stream: KeyedStream, endings: Sequence[object]) -> list[KeyLease]:
+        skip(client, KEYS, lease.queue, error="an operator")
+        return release(stream, endings)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(KeyedStream, "release_leases", lost_before)
+    lease.last_run = second
+    committer.settle([((first,), DEAD), ((second,), RETRY)])
+    letter, lost = lines(caplog)
+    assert letter.startswith("app.handle: dead letter (failed, attempt 1 of 3): ")
+    assert lost == line_of(second, key=", key A")
+    assert (context.loop_metrics.committed, context.in_flight.leases) == (1, set())
