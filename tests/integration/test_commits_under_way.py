@@ -212,6 +212,22 @@ def test_the_error_of_a_committer_is_raised_also_if_the_reply_to_its_last_commit
     assert bench.committed == 1, "it is not repeated: other workers get the message"
 
 
+def test_the_error_of_a_committer_is_raised_also_if_its_last_commit_cannot_be_noted(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(client, 1)
+    bench = Bench(client, "in", batch=1)
+    bench.committer.settle(ran(bench.found))
+
+    def refuse() -> None:
+        raise AccessDenied("rights were taken")
+
+    monkeypatch.setattr(bench.committer, "_run", refuse)
+    monkeypatch.setattr(bench.context.loop_metrics, "count_committed", None)
+    with pytest.raises(AccessDenied):
+        bench.committer.run()
+
+
 def test_dead_letters_of_one_stream_are_reported_though_the_settlement_of_another_one_fails(
     client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:

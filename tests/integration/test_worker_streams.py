@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -284,6 +285,49 @@ def test_a_stream_that_cannot_be_processed_delays_no_other_and_returns_when_it_i
         eventually(lambda: rows(client)["s:2"][-1]["n"] == "7")
     assert "cannot process stream 's:a}b'" in caplog.text
     assert "processes stream 's:2' again" in caplog.text
+
+
+def test_a_stream_that_breaks_while_its_messages_run_ends_no_worker_and_returns_once_their_runs_have_ended(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun: SimpleQueue[str] = SimpleQueue()
+    broken, over = threading.Event(), threading.Event()
+    running: list[str] = []
+    overlaps: list[str] = []
+
+    def handle(message: Message, state: State) -> dict[str, Any]:
+        if message.stream == "s:0":
+            overlaps.extend(running)
+            running.append(message.text("n"))
+            begun.put(message.text("n"))
+            {"0": broken, "1": over}.get(message.text("n"), over).wait(FAIL_SAFE_S)
+            running.remove(message.text("n"))
+        return count(message, state)
+
+    def overwrite(name: str) -> None:
+        client.execute("DEL", name)
+        client.execute("SET", name, "no stream")
+        eventually(lambda: f"cannot process stream '{name}'" in caplog.text)
+
+    fill(client, 3, 2)
+    with working(client, make(handle, pattern="s:*", order="stream")):
+        assert begun.get(timeout=FAIL_SAFE_S) == "0"
+        eventually(lambda: sum(map(len, rows(client).values())) == 4)
+        overwrite("s:0")
+        broken.set()
+        assert begun.get(timeout=FAIL_SAFE_S) == "1", "it was leased together with the first one"
+        eventually(lambda: "messages of s:0 are not committed: this worker leaves out the stream" in caplog.text)
+        client.execute("XADD", "s:2", "*", "n", 7)
+        eventually(lambda: rows(client)["s:2"][-1]["n"] == "7")
+        overwrite("s:1")  # it is tried again after s:0
+        for name in ("s:0", "s:1"):
+            client.execute("DEL", name)
+            client.execute("XADD", name, "*", "n", 7)
+        eventually(lambda: "processes stream 's:1' again" in caplog.text)
+        assert "processes stream 's:0' again" not in caplog.text, "a run on it goes on"
+        over.set()
+        eventually(lambda: [row["n"] for row in rows(client).get("s:0", ())] == ["7"])
+    assert overlaps == []
 
 
 def left_out(client: Client, service: str) -> dict[str, str | None]:
