@@ -109,6 +109,13 @@ def test_a_number_is_no_beginning_of_a_reply_although_it_equals_the_number_of_en
     assert received == [1, entry]
 
 
+def test_a_list_within_a_reply_is_no_beginning_of_the_next_one() -> None:
+    """The second reply has not come yet."""
+    entry = resp([b"1-0", [b"a", b"b"]])
+    with pytest.raises(ConnectionResetError):
+        read(b"*2\r\n" + entry + b"*1\r\n" + entry, 2, [])
+
+
 def test_more_entries_than_a_number_of_three_digits_are_left_to_the_other_parser() -> None:
     replies = [[[b"%d-0" % n, [b"a", b"b"]] for n in range(count)] for count in (1, 999, 1_000)]
     for some in (replies[:2], replies):
