@@ -125,7 +125,8 @@ def test_more_entries_than_a_number_of_three_digits_are_left_to_the_other_parser
 
 
 def test_a_connection_that_breaks_within_replies_is_an_error() -> None:
-    sent = b"".join(map(resp, [[[b"1-0", [b"a", b"b"]]], [[b"2-0", [b"a", b"b"]]]]))
+    """Also where an entry ends, of which the last reply has more than one."""
+    sent = b"".join(map(resp, [[[b"1-0", [b"a", b"b"]]], [[b"%d-0" % n, [b"a", b"b"]] for n in (2, 3)]]))
     for size in range(len(sent)):
         with pytest.raises(ConnectionResetError):
             read(sent[:size], 2, [])
