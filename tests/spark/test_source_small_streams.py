@@ -18,6 +18,7 @@ from millstream.spark.source.options import parse
 from millstream.spark.source.partition_reader import PartitionReader
 from millstream.spark.source.row_layout import batch_maker
 from millstream.spark.source.schema import default_schema
+from millstream.testing.topologies import cluster
 from tests.support.reading import as_planned, by_stream
 
 pytestmark = [pytest.mark.spark]
@@ -213,3 +214,10 @@ def test_lost_replies_of_many_streams_are_asked_for_again_and_no_row_is_read_twi
     with closing(Flaky(client.url)) as flaky:
         assert read(flaky, planned) == expected(planned)
         assert flaky.trips > 6
+
+
+def test_many_streams_of_a_cluster_whose_replies_come_server_by_server_are_read_whole() -> None:
+    with cluster() as deployed, Client(deployed.url) as there:
+        ranges = [OffsetRange(f"s{n}", ZERO_ID, EntryId(2, 1), 2, 2) for n in range(3_000)]
+        there.pipeline([("XADD", one.stream, f"{n + 1}-{n}", "a", "b") for one in ranges for n in range(2)])
+        assert sorted(read(there, ranges)) == sorted(expected(ranges))
