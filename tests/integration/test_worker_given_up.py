@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from millstream import App, Message, Retry
-from millstream.admin.key_queues import KeyQueue, list_queues, unpark
+from millstream.admin.key_queues import KeyQueue, list_queues, skip, unpark
 from millstream.delivery.keyed_stream import KeyLease, lease_of, queue_of_key
 from millstream.delivery.reliable_stream import Delivery
-from millstream.errors import HandlerStuck, Unavailable
+from millstream.errors import HandlerStuck, OutOfMemory, Unavailable
+from millstream.handlers.attempt import DeadLettered
 from millstream.handlers.handler import Handler
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
@@ -25,11 +26,12 @@ from millstream.worker.process.worker_process import WorkerProcess, WorkerSettin
 from millstream.worker.running.poison_isolation import ProcessIsolation
 from millstream.worker.settling.key_lease_renewal import KeyLeaseRenewer
 from millstream.worker.settling.lease_watchdog import LeaseWatchdog
+from millstream.worker.settling.timed_out_attempts import TimedOutAttempts
 from tests.support.clocks import LeapClock, ManualClock
 from tests.support.keyed_fixtures import MANY, keyed, lease_one
 from tests.support.keyed_fixtures import publish as publish_key
 from tests.support.waiting import FAIL_SAFE_S, eventually
-from tests.support.workers import KEYS, QUICK, dead, double, ending, make, make_context, outputs, working
+from tests.support.workers import KEYS, QUICK, configured, dead, double, ending, make, make_context, outputs, working
 
 pytestmark = [pytest.mark.worker, pytest.mark.keys]
 
@@ -171,7 +173,7 @@ def test_all_loops_of_a_process_stop_by_one_deadline_once_a_run_of_one_is_given_
     eventually(lambda: told, "the end of the process, should anything have kept it")
 
 
-def test_a_program_with_a_worker_inside_is_told_of_a_run_that_was_given_up_before_its_lease_ends(
+def test_a_program_with_a_worker_inside_is_ended_soon_after_a_run_was_given_up_whatever_else_runs(
     client: Client, runs: Runs
 ) -> None:
     app = App("app")
@@ -392,3 +394,18 @@ def test_a_dead_letter_of_a_run_that_is_given_up_is_logged_and_counted_once_thou
     assert [one.reason for one in dead(client)] == ["failed"]
     assert caplog.text.count("took longer than its time limit") == 1
     assert (loop.loop_metrics.committed, loop.loop_metrics.dead) == (1, 1)
+
+
+def test_a_dead_letter_that_redis_had_no_memory_for_is_not_counted_if_the_lease_is_lost_meanwhile(
+    client: Client,
+) -> None:
+    worker = GivenUp(client, gives_up=False)
+    attempts, run = TimedOutAttempts(worker.context), worker.run
+    outcome = DeadLettered("failed", "it hangs")
+    effects = worker.context.steps.commit_key(worker.lease, [(run, outcome)])
+    with configured(client, "maxmemory", "1"), pytest.raises(OutOfMemory):
+        attempts.write_dead_letter(run, effects)
+    assert skip(client, KEYS, worker.lease.queue, error="by an operator")
+    attempts.write_dead_letter(run, effects)
+    assert [one.reason for one in dead(client)] == ["skipped"]
+    assert worker.context.loop_metrics.dead == 0

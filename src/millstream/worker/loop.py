@@ -403,13 +403,13 @@ class ReadingLoop:
         )
 
     def _retry_while_unavailable(self, operation: Callable[[], object]) -> None:
-        has_failed = False
+        is_repetition = False
 
         def attempt() -> None:
-            nonlocal has_failed
-            if has_failed and self._stopping.is_set():  # the stop has begun in the wait since
+            nonlocal is_repetition
+            if is_repetition and self._stopping.is_set():  # it has begun in the wait since the last attempt
                 return
-            has_failed = True  # unless it returns
+            is_repetition = True
             operation()
 
         try:

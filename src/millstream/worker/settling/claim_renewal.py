@@ -11,10 +11,10 @@ from millstream.errors import RedisError
 from millstream.handlers.attempt import DeadLettered, RetryLater
 from millstream.worker.context import WorkerContext
 from millstream.worker.due_times import RoundRobin
-from millstream.worker.settling.given_up_attempts import GivenUpAttempts
 from millstream.worker.settling.idle_claims import IdleClaimer
 from millstream.worker.settling.repeated_warnings import RepeatedWarnings
 from millstream.worker.settling.stream_calls import Step, ask_all, query_by
+from millstream.worker.settling.timed_out_attempts import TimedOutAttempts
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class ClaimRenewer:
         self._release = release
         self._warnings = RepeatedWarnings(logger, context)
         self._idle_claimer = IdleClaimer(context, streams)
-        self._given_up = GivenUpAttempts(context)
+        self._timed_out = TimedOutAttempts(context)
         self._recorded: dict[str, int] = {}
         """The `commit_count` of each stream, as of its last checkpoint."""
         self._round_robin, self._sweep = RoundRobin(), Every(_SWEEP_MS)
@@ -117,9 +117,9 @@ class ClaimRenewer:
 
     def give_up(self, delivery: Delivery) -> None:
         """See Renewer. The process releases its other entries when it ends."""
-        stream, outcome = delivery.stream, self._given_up.outcome_of(delivery)
+        stream, outcome = delivery.stream, self._timed_out.outcome_of(delivery)
         if isinstance(outcome, DeadLettered):
-            self._given_up.write_dead_letter(delivery, self._steps.dead_letter(delivery, outcome))
+            self._timed_out.write_dead_letter(delivery, self._steps.dead_letter(delivery, outcome))
         elif outcome is not None:
             assert isinstance(outcome, RetryLater)  # entries without a key are never parked
             stream.record_failures([delivery])

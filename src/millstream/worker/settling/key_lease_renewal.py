@@ -8,9 +8,9 @@ from millstream.delivery.last_error import LastError
 from millstream.delivery.reliable_stream import Delivery
 from millstream.handlers.attempt import DeadLettered, Parked, RetryLater
 from millstream.worker.context import WorkerContext
-from millstream.worker.settling.given_up_attempts import GivenUpAttempts
 from millstream.worker.settling.lease_release import release_leases
 from millstream.worker.settling.stream_calls import Step
+from millstream.worker.settling.timed_out_attempts import TimedOutAttempts
 from millstream.worker.stream_exclusion import exclude_on_error
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ class KeyLeaseRenewer:
         self._loop_metrics = context.loop_metrics
         self._clock = context.clock
         self._policy = context.policy
-        self._given_up = GivenUpAttempts(context)
+        self._timed_out = TimedOutAttempts(context)
 
     def recover(self, stream: KeyedStream) -> None:
         """See Renewer: releases these leases."""
@@ -81,11 +81,11 @@ class KeyLeaseRenewer:
     def give_up(self, delivery: Delivery) -> None:
         """See Renewer. The key stays leased while the run goes on: its lease lasts until the process ends, or ends it."""
         lease = lease_of(delivery)
-        outcome = self._given_up.outcome_of(delivery)
+        outcome = self._timed_out.outcome_of(delivery)
         assert outcome is not None
         # Until its attempt is recorded the lease is like any other: renewed, and ended with the process in an outage.
         if isinstance(outcome, DeadLettered):
-            self._given_up.write_dead_letter(delivery, self._steps.commit_key(lease, [(delivery, outcome)]))
+            self._timed_out.write_dead_letter(delivery, self._steps.commit_key(lease, [(delivery, outcome)]))
         elif isinstance(outcome, RetryLater) and not delivery.in_batch:
             lease.stream.record_failures([delivery])
             lease.stream.record_error(delivery, LastError.of(outcome, self._steps.handler.retry).pack())

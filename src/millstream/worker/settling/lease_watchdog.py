@@ -47,7 +47,7 @@ class LeaseWatchdog:
         cancelled: list[Delivery] = []
         while not over.wait(_WATCH_S):
             self._check_ended(cancelled)
-            self._check_given_up()
+            self._check_hung()
             cancelled = self._drop_expiring(
                 [one for one in self._in_flight.leases.copy() if self._is_expiring(one) and not one.releasing]
             )
@@ -61,13 +61,13 @@ class LeaseWatchdog:
         The process goes on for a while: other loops end their runs.
         """
         while any(_runs_of(lease) for lease in self._in_flight.given_up.copy()):
-            self._check_given_up()
+            self._check_hung()
             time.sleep(_WATCH_S)
 
     def _is_expiring(self, lease: KeyLease) -> bool:
         return lease.expired or lease.expires_ms < self._clock.monotonic_ms() + self._margin_ms
 
-    def _check_given_up(self) -> None:
+    def _check_hung(self) -> None:
         """Raise HandlerStuck if a lease is about to expire whose run was given up: that cannot be cancelled."""
         for lease in self._in_flight.given_up.copy():
             if self._is_expiring(lease):

@@ -1,4 +1,4 @@
-"""GivenUpAttempts: attempts of runs that exceeded their time limit and cannot be ended, as their worker gives them up."""
+"""TimedOutAttempts: attempts of runs that exceeded their time limit and cannot be ended, as their worker gives them up."""
 
 from millstream.delivery.effects import Effects
 from millstream.delivery.reliable_stream import Delivery
@@ -8,7 +8,7 @@ from millstream.handlers.dead_letter import reason_of
 from millstream.worker.context import WorkerContext
 
 
-class GivenUpAttempts:
+class TimedOutAttempts:
     """The steps of a give-up that claims and key leases share. Used by one thread.
 
     A step that fails, as Redis is unavailable, is repeated by the caller until it is done: what it logs and counts comes
