@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import inf
 
 from millstream.delivery.keyed_stream import KeyLease
@@ -49,7 +49,7 @@ class LeaseWatchdog:
             self._check_ended(cancelled)
             self._check_hung()
             cancelled = self._drop_expiring(
-                [one for one in self._in_flight.leases.copy() if self._is_expiring(one) and not one.releasing]
+                [one for one in self._expiring(self._in_flight.leases.copy()) if not one.releasing]
             )
         if cancelled:  # a stop waits for no run that was dropped
             time.sleep(_WATCH_S)
@@ -64,14 +64,14 @@ class LeaseWatchdog:
             self._check_hung()
             time.sleep(_WATCH_S)
 
-    def _is_expiring(self, lease: KeyLease) -> bool:
-        return lease.expired or lease.expires_ms < self._clock.monotonic_ms() + self._margin_ms
+    def _expiring(self, leases: Iterable[KeyLease]) -> list[KeyLease]:
+        late_ms = self._clock.monotonic_ms() + self._margin_ms
+        return [lease for lease in leases if lease.expired or lease.expires_ms < late_ms]
 
     def _check_hung(self) -> None:
         """Raise HandlerStuck if a lease is about to expire whose run was given up: that cannot be cancelled."""
-        for lease in self._in_flight.given_up.copy():
-            if self._is_expiring(lease):
-                self._check_ended(_runs_of(lease))
+        for lease in self._expiring(self._in_flight.given_up.copy()):
+            self._check_ended(_runs_of(lease))
 
     def _check_ended(self, cancelled: Sequence[Delivery]) -> None:
         if any(_goes_on(one) for one in cancelled):
