@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from millstream.redis_client.key_names import ServiceKeys
 from millstream.redis_client.key_tracking import KeyTracker
 from millstream.testing.proxy import Proxy
 from millstream.worker import ReadingLoop
+from tests.support.clocks import ManualClock
 from tests.support.waiting import FAIL_SAFE_S, eventually
 from tests.support.workers import QUICK, double, ending, fill, make, working
 
@@ -117,3 +119,11 @@ def test_claims_are_renewed_until_the_last_run_has_ended_whatever_ends_the_worke
             assert not loop.ended.is_set()
         finally:
             over.set()
+
+
+def test_a_further_stop_only_brings_the_deadline_forward(client: Client) -> None:
+    loop = ReadingLoop(make(double), client.url, consumer="w1", policy=replace(QUICK, stop_ms=100), clock=ManualClock())
+    assert loop.deadline_ms == inf
+    for deadline_ms, expected_ms in ((300, 300), (400, 300), (200, 200), (None, 200)):
+        loop.stop(deadline_ms)
+        assert loop.deadline_ms == expected_ms

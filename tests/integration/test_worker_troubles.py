@@ -27,6 +27,7 @@ from tests.support.workers import (
     QUICK,
     READ_WITHIN_MS,
     RecordingLoop,
+    configured,
     dead,
     deliver_to,
     double,
@@ -46,16 +47,6 @@ from tests.support.workers import (
 pytestmark = [pytest.mark.worker]
 
 DAY_MS = 86_400_000
-
-
-@contextmanager
-def configured(client: Client, name: str, value: str, normal: str = "0") -> Iterator[None]:
-    """Change a setting of the server during the block."""
-    client.execute("CONFIG", "SET", name, value)
-    try:
-        yield
-    finally:
-        client.execute("CONFIG", "SET", name, normal)
 
 
 def nothing(message: Message) -> None:

@@ -209,6 +209,16 @@ def figure(client: Client, metric: Metric, **labels: str) -> float:
     return recorder.value(metric, handler="app.handle", **labels)
 
 
+@contextmanager
+def configured(client: Client, name: str, value: str, normal: str = "0") -> Iterator[None]:
+    """Change a setting of the server during the block."""
+    client.execute("CONFIG", "SET", name, value)
+    try:
+        yield
+    finally:
+        client.execute("CONFIG", "SET", name, normal)
+
+
 def outputs(client: Client) -> list[int]:
     """Return the numbers of all outputs, in the order of their commits."""
     return [int(pairs[1]) for _, pairs in client.execute("XRANGE", "out", "-", "+")]

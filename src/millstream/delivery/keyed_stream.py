@@ -53,9 +53,10 @@ _OVERHEAD_BYTES, _SAMPLE = 100, 16
 READ_BYTES = 4 * 2**20
 """About how many bytes are read at once, from one stream or from many together."""
 
-ReleaseMode = Literal["requeue", "return", "backoff", "limit", "park", "move"]
+ReleaseMode = Literal["requeue", "return", "backoff", "limit", "park", "hold", "move"]
 """How the lease of a key queue ends: the queue is requeued, returned untouched, backs off, waits for a permit of its
-handler's limit or is parked; or its one entry moves to another queue.
+handler's limit or is parked; or its one entry moves to another queue. With "hold" the queue is parked from the end of the
+lease on, which goes on.
 """
 
 
@@ -74,7 +75,7 @@ def lease_of(delivery: Delivery) -> KeyLease:
 
 class LeaseRelease(NamedTuple):
     """How a lease ends. `detail`: milliseconds for "backoff", the value of the limit's field for "limit", the reason for
-    "park", the other queue's name for "move".
+    "park" and "hold", the other queue's name for "move".
 
     `failed_attempts`: attempts on its first entry; `last_error`: why the last one failed, as `LastError.pack` returns it.
     """

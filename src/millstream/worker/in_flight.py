@@ -46,6 +46,8 @@ class InFlight:
         self._is_stopping = False
         self._delays: list[threading.Timer] = []
         self.leases: set[KeyLease] = set()
+        self.given_up: set[KeyLease] = set()
+        """Leases of runs that were given up: see `give_up`."""
         self.returned: SimpleQueue[tuple[str, int]] = SimpleQueue()
         """How many entries of a stream went back to their key queues before they had begun: they are leased again."""
         self._by_ref: dict[tuple[str, bytes], Delivery] = {}
@@ -346,6 +348,18 @@ class InFlight:
         self._end_lease(lease)
         self.remove(rest)
         return rest
+
+    def give_up(self, lease: KeyLease) -> None:
+        """Remove a leased key whose run goes on beyond its time limit; its lease stays known, as `given_up`.
+
+        It is neither renewed nor released: no other worker may run the key before this process has ended.
+        """
+        self.given_up.add(lease)  # first: the lease watchdog must find it in one of the two at any time
+        self.remove_lease(lease)
+
+    def leases_of_runs(self) -> set[KeyLease]:
+        """Return the leases in flight, and those of all runs that have not ended, whatever became of their entries."""
+        return {*self.leases.copy(), *(lease_of(one) for one in self.runs if one.lease is not None)}
 
     def _end_lease(self, lease: KeyLease) -> None:
         self.leases.discard(lease)

@@ -49,7 +49,6 @@ from millstream.worker.running.key_list_runners import AsyncKeyListRunner, Threa
 from millstream.worker.running.poison_isolation import PoisonIsolation, ProcessIsolation
 from millstream.worker.running.runner import Runner
 from millstream.worker.running.thread_runner import ThreadRunner
-from millstream.worker.settling.lease_watchdog import LeaseWatchdog
 from millstream.worker.stream_exclusion import concerns_one_stream, exclude_on_error
 
 if TYPE_CHECKING:
@@ -198,8 +197,11 @@ class ReadingLoop:
         for name, work in self._ordering.background_loops().items():
             fetching.append(self._start_thread(name, partial(work, self._stopping)))
         renewals = [self._start_thread("renewal", self._run_maintenance)]
-        if self._ordering.lease_watchdog is not None:
-            renewals.append(self._start_thread("lease-watchdog", partial(self._watch, self._ordering.lease_watchdog)))
+        watchdog = self._ordering.lease_watchdog
+        if watchdog is not None:
+            renewals.append(
+                self._start_thread("lease-watchdog", partial(self._watch, partial(watchdog.run, self._runs_ended)))
+            )
         self._stopping.wait()
         self._isolation.add_suspect(None)
         # Entries that have not started are released first: other workers need not wait for the running ones to end.
@@ -211,6 +213,8 @@ class ReadingLoop:
         self._wait_for_runs(runner, isolation)
         self._runs_ended.set()
         self._join_threads(renewals)
+        if watchdog is not None and self._in_flight.given_up:
+            self._start_thread("lease-watchdog", partial(self._watch, watchdog.run_on))
         self._runner.cancel_all()
         self._join_threads([runner], most_s=_RUNNER_END_S)  # what ended it must not be missed; one that hangs is left
         self._in_flight.completions.close()
@@ -228,13 +232,27 @@ class ReadingLoop:
         return leftovers
 
     def stop(self, deadline_ms: float | None = None) -> None:
-        """Make `run` end. Running messages may finish until `deadline_ms` of the clock; default: `stop_ms` from now."""
+        """Make `run` end. Running messages may finish until `deadline_ms` of the clock; default: `stop_ms` from now.
+
+        The deadline is earlier if a run was given up: its process has to end before its lease does. A further call may
+        bring it forward only.
+        """
+        now_ms, watchdog = self._clock.monotonic_ms(), self._ordering.lease_watchdog
+        if deadline_ms is None:
+            deadline_ms = self._deadline_ms if self._stopping.is_set() else now_ms + self._policy.stop_ms
+        if watchdog is not None:
+            deadline_ms = min(deadline_ms, watchdog.stop_by_ms)
+        if deadline_ms < self._deadline_ms:
+            self._deadline_ms = deadline_ms
+            self._last_calls_until_ms = max(now_ms, deadline_ms) + _LAST_CALLS_MS
         if not self._stopping.is_set():
-            now_ms = self._clock.monotonic_ms()
-            self._deadline_ms = now_ms + self._policy.stop_ms if deadline_ms is None else deadline_ms
-            self._last_calls_until_ms = max(now_ms, self._deadline_ms) + _LAST_CALLS_MS
             self._in_flight.stop_fetching()
             self._stopping.set()
+
+    @property
+    def deadline_ms(self) -> float:
+        """Until when a stop that has begun waits for running messages, by the clock; infinity while the loop works."""
+        return self._deadline_ms
 
     def _release(self, deliveries: Sequence[Delivery]) -> None:
         """Release entries that were dropped from flight, so that other workers get them."""
@@ -344,11 +362,12 @@ class ReadingLoop:
             self.stop()
         self._ordering.maintenance.run_until_ended(self._runs_ended)
 
-    def _watch(self, lease_watchdog: LeaseWatchdog) -> None:
+    def _watch(self, watch: Callable[[], None]) -> None:
         try:
-            lease_watchdog.run(self._runs_ended)
+            watch()
         except HandlerStuck as error:  # an orderly stop would take longer than the lease lasts
             self._process_isolation.end_process(error)
+            self.stop(self._clock.monotonic_ms())  # it may return
             raise
 
     def _run_delayed_mover(self) -> None:
@@ -384,8 +403,17 @@ class ReadingLoop:
         )
 
     def _retry_while_unavailable(self, operation: Callable[[], object]) -> None:
+        is_repetition = False
+
+        def attempt() -> None:
+            nonlocal is_repetition
+            if is_repetition and self._stopping.is_set():  # it has begun in the wait since the last attempt
+                return
+            is_repetition = True
+            operation()
+
         try:
-            self._client.retry_while_unavailable(operation, what=self.handler.label, give_up=self._stopping.is_set)
+            self._client.retry_while_unavailable(attempt, what=self.handler.label, give_up=self._stopping.is_set)
         except Unavailable:
             if not self._stopping.is_set():
                 raise

@@ -127,11 +127,13 @@ class ByKey:
         return {"router": self._router.run}
 
     def release(self, deliveries: Sequence[Delivery]) -> None:
-        """See Ordering. Skips a key that is being run: the committer releases its lease when the run is settled."""
+        """See Ordering. Skips a key that is being run: the committer releases its lease when the run is settled, and that
+        of a run that was given up lasts until the process ends.
+        """
         in_flight = self._context.in_flight
         dropped: list[KeyLease] = []
         for lease in dict.fromkeys(map(lease_of, deliveries)):
-            if not any(one in in_flight for one in lease.entries):
+            if lease not in in_flight.given_up and not any(one in in_flight for one in lease.entries):
                 in_flight.remove_lease(lease)
                 dropped.append(lease)
         release_leases(dropped, self._context.loop_metrics, guard=self._log_not_released)

@@ -5,6 +5,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, Literal
 
 from millstream.app import App
@@ -147,14 +148,15 @@ class WorkerProcess:
             thread.start()
         self._schedules.start()
         reported_ms, has_worked = self._clock.monotonic_ms(), False
-        while not stopping.wait(_TICK_S) and not self._failures:
+        while not stopping.wait(_TICK_S) and not self._failures and self._first_deadline_ms == inf:
             had_worked, has_worked = has_worked, any(loop.loop_metrics.committed for loop in self._loops.values())
             if (has_worked and not had_worked) or self._clock.monotonic_ms() - reported_ms >= self._every_ms:
                 reported_ms = self._clock.monotonic_ms()
                 self._report()
         if self._health is not None:
             self._health.on_stopping()
-        deadline_ms = self._clock.monotonic_ms() + self._longest_stop_ms
+        # One for all: the others must not begin their stop when that of the loop that has failed is over.
+        deadline_ms = min(self._first_deadline_ms, self._clock.monotonic_ms() + self._longest_stop_ms)
         self._schedules.stop()
         for loop in self._loops.values():
             loop.stop(deadline_ms)
@@ -167,6 +169,11 @@ class WorkerProcess:
         if self._failures:
             raise self._failures[0]
         return self._leftovers
+
+    @property
+    def _first_deadline_ms(self) -> float:
+        """The deadline of a loop that stops by itself, as it cannot continue; infinity while there is none."""
+        return min(loop.deadline_ms for loop in self._loops.values())
 
     def stop_within(self, longest_ms: float) -> None:
         """Limit how long a stop that begins from now on waits for running messages, in milliseconds."""

@@ -6,15 +6,15 @@ from functools import partial
 
 from millstream.clock import Every
 from millstream.delivery.commit_store import Checkpoint
-from millstream.delivery.effects import Effects
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.errors import RedisError
-from millstream.handlers.attempt import DeadLettered, RetryLater, timed_out
+from millstream.handlers.attempt import DeadLettered, RetryLater
 from millstream.worker.context import WorkerContext
 from millstream.worker.due_times import RoundRobin
 from millstream.worker.settling.idle_claims import IdleClaimer
 from millstream.worker.settling.repeated_warnings import RepeatedWarnings
 from millstream.worker.settling.stream_calls import Step, ask_all, query_by
+from millstream.worker.settling.timed_out_attempts import TimedOutAttempts
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,7 @@ class ClaimRenewer:
         self._release = release
         self._warnings = RepeatedWarnings(logger, context)
         self._idle_claimer = IdleClaimer(context, streams)
+        self._timed_out = TimedOutAttempts(context)
         self._recorded: dict[str, int] = {}
         """The `commit_count` of each stream, as of its last checkpoint."""
         self._round_robin, self._sweep = RoundRobin(), Every(_SWEEP_MS)
@@ -116,21 +117,14 @@ class ClaimRenewer:
 
     def give_up(self, delivery: Delivery) -> None:
         """See Renewer. The process releases its other entries when it ends."""
-        stream = delivery.stream
-        message = self._steps.decode(delivery)
-        if message is not None:
-            where = self._context.traceback_of_run(delivery)
-            outcome = timed_out(self._steps.handler, message, where=where, alone=not delivery.in_batch)
-            if isinstance(outcome, DeadLettered):
-                effects: Effects = self._steps.dead_letter(delivery, outcome)
-                if not stream.commit([effects]):
-                    self._loop_metrics.count_committed([delivery], [outcome.reason], 0.0)
-                    self._steps.failures.dead_lettered(effects.dead_letters)
-            else:
-                assert isinstance(outcome, RetryLater)  # entries without a key are never parked
-                self._steps.log_failure(delivery, outcome)
-                stream.record_failures([delivery])
-                self._loop_metrics.count_retried(1)
-                stream.end_isolation([delivery])
-                stream.nack([delivery.id])
+        stream, outcome = delivery.stream, self._timed_out.outcome_of(delivery)
+        if isinstance(outcome, DeadLettered):
+            self._timed_out.write_dead_letter(delivery, self._steps.dead_letter(delivery, outcome))
+        elif outcome is not None:
+            assert isinstance(outcome, RetryLater)  # entries without a key are never parked
+            stream.record_failures([delivery])
+            stream.end_isolation([delivery])
+            stream.nack([delivery.id])
+            self._loop_metrics.count_retried(1)
+            self._steps.log_failure(delivery, outcome)
         self._in_flight.remove([delivery])

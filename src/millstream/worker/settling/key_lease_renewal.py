@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from millstream.delivery.keyed_stream import KeyedStream, LeaseRelease, lease_of
 from millstream.delivery.last_error import LastError
 from millstream.delivery.reliable_stream import Delivery
-from millstream.handlers.attempt import DeadLettered, Done, RetryLater, timed_out
+from millstream.handlers.attempt import DeadLettered, Parked, RetryLater
 from millstream.worker.context import WorkerContext
 from millstream.worker.settling.lease_release import release_leases
 from millstream.worker.settling.stream_calls import Step
+from millstream.worker.settling.timed_out_attempts import TimedOutAttempts
 from millstream.worker.stream_exclusion import exclude_on_error
 
 logger = logging.getLogger(__name__)
@@ -27,10 +28,12 @@ class KeyLeaseRenewer:
         self._loop_metrics = context.loop_metrics
         self._clock = context.clock
         self._policy = context.policy
+        self._timed_out = TimedOutAttempts(context)
 
     def recover(self, stream: KeyedStream) -> None:
         """See Renewer: releases these leases."""
-        known = [lease for lease in self._in_flight.leases.copy() if lease.stream is stream]
+        # Of the stream by its name: a run may go on under a lease of an earlier membership.
+        known = [lease for lease in self._in_flight.leases_of_runs() if lease.stream.stream == stream.stream]
         earlier, lost_replies = stream.recover_leases(known, self._policy.batch)
         self._loop_metrics.count_claimed(earlier + lost_replies)
 
@@ -76,34 +79,24 @@ class KeyLeaseRenewer:
             )
 
     def give_up(self, delivery: Delivery) -> None:
-        """See Renewer. The key stays leased while the run goes on, that is, until the process ends."""
+        """See Renewer. The key stays leased while the run goes on: its lease lasts until the process ends, or ends it."""
         lease = lease_of(delivery)
-        message = self._steps.decode(delivery)
-        assert message is not None
-        lease.releasing = True
-        where = self._context.traceback_of_run(delivery)
-        outcome = timed_out(self._steps.handler, message, where=where, alone=not delivery.in_batch)
-        if isinstance(outcome, RetryLater) and delivery.in_batch:
-            self._steps.log_failure(
-                delivery, outcome
-            )  # after the loss of the lease each message of the list runs alone
-        elif isinstance(outcome, DeadLettered):
-            effects = self._steps.commit_key(lease, [(delivery, outcome)])
-            if not lease.stream.commit([effects]):
-                avoided = effects.count_unblocked()
-                self._loop_metrics.count_committed([delivery], [outcome.reason], 0.0, head_of_line_avoided=avoided)
-                self._steps.failures.dead_lettered(effects.dead_letters)
-        elif isinstance(outcome, RetryLater):
-            self._steps.log_failure(delivery, outcome)
+        outcome = self._timed_out.outcome_of(delivery)
+        assert outcome is not None
+        # Until its attempt is recorded the lease is like any other: renewed, and ended with the process in an outage.
+        if isinstance(outcome, DeadLettered):
+            self._timed_out.write_dead_letter(delivery, self._steps.commit_key(lease, [(delivery, outcome)]))
+        elif isinstance(outcome, RetryLater) and not delivery.in_batch:
             lease.stream.record_failures([delivery])
             lease.stream.record_error(delivery, LastError.of(outcome, self._steps.handler.retry).pack())
-            self._loop_metrics.count_retried(1)
             lease.stream.end_isolation([delivery])
-        elif not isinstance(outcome, Done):
+            self._loop_metrics.count_retried(1)
+        elif isinstance(outcome, Parked):
+            error = LastError.of(outcome, self._steps.handler.retry).pack()
+            reason = f"{outcome.reason}: {outcome.error}"
+            # Its lease goes on: an operator may unpark the key before this process ends.
+            lease.stream.release_leases([LeaseRelease(lease, "hold", reason, delivery.attempt, error)])
+            self._loop_metrics.count_parked(1)
+        if isinstance(outcome, (RetryLater, Parked)):  # after the loss of the lease each message of a list runs alone
             self._steps.log_failure(delivery, outcome)
-            reason, error = (
-                f"{outcome.reason}: {outcome.error}",
-                LastError.of(outcome, self._steps.handler.retry).pack(),
-            )
-            lease.stream.release_leases([LeaseRelease(lease, "park", reason, delivery.attempt, error)])
-        self._in_flight.remove_lease(lease)
+        self._in_flight.give_up(lease)

@@ -4,7 +4,8 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from math import inf
 
 from millstream.delivery.keyed_stream import KeyLease
 from millstream.delivery.reliable_stream import Delivery
@@ -25,6 +26,16 @@ class LeaseWatchdog:
         self._context = context
         self._in_flight = context.in_flight
         self._clock = context.clock
+        self._margin_ms = max(_MIN_MARGIN_MS, _MARGIN_SHARE * context.policy.claim_ms)
+
+    @property
+    def stop_by_ms(self) -> float:
+        """When a stop has to be over for the process to end in order, before this ends it because of a run given up.
+
+        In milliseconds of the clock; infinity if no run was given up.
+        """
+        ends_ms = min([lease.expires_ms for lease in self._in_flight.given_up.copy()], default=inf)
+        return ends_ms - 2 * self._margin_ms
 
     def run(self, over: threading.Event) -> None:
         """Until `over` is set, cancel each run whose lease is about to expire, also while Redis is unavailable.
@@ -33,21 +44,34 @@ class LeaseWatchdog:
         holds as long as the process is scheduled (M. Kleppmann, "How to do distributed locking": a lease needs a fence
         as well).
         """
-        margin_ms = max(_MIN_MARGIN_MS, _MARGIN_SHARE * self._context.policy.claim_ms)
         cancelled: list[Delivery] = []
         while not over.wait(_WATCH_S):
             self._check_ended(cancelled)
-            late_ms = self._clock.monotonic_ms() + margin_ms
+            self._check_hung()
             cancelled = self._drop_expiring(
-                [
-                    lease
-                    for lease in self._in_flight.leases.copy()
-                    if (lease.expired or lease.expires_ms < late_ms) and not lease.releasing
-                ]
+                [one for one in self._expiring(self._in_flight.leases.copy()) if not one.releasing]
             )
         if cancelled:  # a stop waits for no run that was dropped
             time.sleep(_WATCH_S)
             self._check_ended(cancelled)
+
+    def run_on(self) -> None:
+        """Watch the runs that were given up beyond the end of their loop, until they have ended. Raises as `run`.
+
+        The process goes on for a while: other loops end their runs.
+        """
+        while any(_runs_of(lease) for lease in self._in_flight.given_up.copy()):
+            self._check_hung()
+            time.sleep(_WATCH_S)
+
+    def _expiring(self, leases: Iterable[KeyLease]) -> list[KeyLease]:
+        late_ms = self._clock.monotonic_ms() + self._margin_ms
+        return [lease for lease in leases if lease.expired or lease.expires_ms < late_ms]
+
+    def _check_hung(self) -> None:
+        """Raise HandlerStuck if a lease is about to expire whose run was given up: that cannot be cancelled."""
+        for lease in self._expiring(self._in_flight.given_up.copy()):
+            self._check_ended(_runs_of(lease))
 
     def _check_ended(self, cancelled: Sequence[Delivery]) -> None:
         if any(_goes_on(one) for one in cancelled):
@@ -75,6 +99,10 @@ class LeaseWatchdog:
                 stream,
             )
         return running
+
+
+def _runs_of(lease: KeyLease) -> list[Delivery]:
+    return [one for one in lease.entries if one.running and _goes_on(one)]
 
 
 def _goes_on(delivery: Delivery) -> bool:

@@ -55,7 +55,10 @@ class Renewer(Protocol[S_contra]):
         """Release entries that have not started and that other workers could start earlier."""
 
     def give_up(self, delivery: Delivery) -> None:
-        """Record the failed attempt of a run that hangs and cannot be ended; remove it from flight."""
+        """Record the failed attempt of a run that hangs and cannot be ended; then remove it from flight.
+
+        If it raises Unavailable, the run is still in flight: call it again.
+        """
 
 
 class Maintenance(Generic[S]):

@@ -5,9 +5,10 @@
 -- ARGV  1 token: the workers' epoch   2 consumer group, then for each queue:
 --         name, lease token, number of its entries that the worker has claimed and not committed
 --         'requeue' (requeued), 'return' (not begun: requeued before the others), 'backoff' (backing off), 'limit'
---         (backing off until it may ask for a permit again), 'park', or 'move' (its one entry belongs into another queue)
---         milliseconds from now, for 'backoff'; the value of the limit's field, for 'limit'; the reason, for 'park'; the
---         other queue's name, for 'move'; else ''
+--         (backing off until it may ask for a permit again), 'park', 'hold' (parked from the end of its lease on, which goes
+--         on: its run cannot be ended), or 'move' (its one entry belongs into another queue)
+--         milliseconds from now, for 'backoff'; the value of the limit's field, for 'limit'; the reason, for 'park' and 'hold';
+--         the other queue's name, for 'move'; else ''
 --         number of failed attempts on its first entry, '' if it was not attempted
 --         why the last one failed: a line, then the traceback; '' if that is not known
 -- REPLY lease tokens that held their queue no longer, of which nothing was changed
@@ -34,7 +35,7 @@ local now = now_ms()
 for i = 3, #ARGV, 7 do
   local name, token, claimed, how, detail, failed, last_error = unpack(ARGV, i, i + 6)
   if holds_lease(name, token) then
-    end_lease(group, name, tonumber(claimed))
+    if how ~= 'hold' then end_lease(group, name, tonumber(claimed)) end
     local head = redis.call('LINDEX', queue_of(name), 0)
     if head then
       if failed ~= '' then store_failed_attempts(head, failed, last_error) end
@@ -45,7 +46,7 @@ for i = 3, #ARGV, 7 do
       if how == 'move' and redis.call('HEXISTS', PARKED, name) == 0 then
         redis.call('LREM', queue_of(name), 1, head)
         if insert_queued(group, detail, head) then ready = ready + 1 end
-      elseif how == 'park' then
+      elseif how == 'park' or how == 'hold' then
         redis.call('HSET', PARKED, name, now .. ' ' .. detail)
       elseif how == 'backoff' and redis.call('HEXISTS', PARKED, name) == 0 then
         redis.call('ZADD', BACKOFF, now + tonumber(detail), name)
