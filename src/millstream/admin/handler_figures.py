@@ -93,7 +93,7 @@ class _Place(msgspec.Struct):
 
     @property
     def queued_count(self) -> int:
-        """The entries that no worker has: they wait in key queues."""
+        """The entries that no worker has: they wait in key queues, or were nacked."""
         return count_queued(self.pending[3])
 
 

@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar
 
 from millstream.delivery.long_runs import report_long_runs
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
-from millstream.errors import HandlerStuck, OutOfMemory, Unavailable
+from millstream.errors import HandlerStuck, OutOfMemory, RedisError, Unavailable
 from millstream.worker.changed_streams import FEW_STREAMS, ChangedStreams
 from millstream.worker.context import WorkerContext
 from millstream.worker.policy import TIME_LIMIT_GRACE_MS
@@ -127,6 +127,13 @@ class Maintenance(Generic[S]):
             if not stream.leaving:
                 with exclude_on_error(stream):
                     self._renewer.recover(stream)
+
+    def remove_reports(self) -> None:
+        """Remove the reports of long runs, as the worker ends; if Redis does not answer, they expire."""
+        try:
+            report_long_runs(self._context.client, self._context.handler.app, (), self._hang_detector.end())
+        except RedisError as error:
+            logger.debug("cannot remove the reports of long runs: %s; they expire", error)
 
     @property
     def _renew_ms(self) -> float:
