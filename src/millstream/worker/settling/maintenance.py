@@ -150,7 +150,7 @@ class Maintenance(Generic[S]):
         """Maintain each stream. Return the error that kept some streams from it, except OutOfMemory."""
         began_ms = self._clock.monotonic_ms()
         renews = began_ms >= self._renew_due_ms
-        committed = self._loop_metrics.committed
+        committed = self._loop_metrics.done
         first = ((one, partial(self._maintain, one, refresh, renews=renews)) for one, refresh in self._refresh_all())
         done, errors = self._do_each(first, began_ms + self._renew_ms)
         # A server that hangs has used up the first deadline, and would use up the second one, too.
@@ -223,7 +223,7 @@ class Maintenance(Generic[S]):
             self._unrefreshed.discard(stream.stream)
         if renews:
             self._renewer.renew(stream)
-        if self._policy.trim and not stream.leaving and self._committed_at_trim != self._loop_metrics.committed:
+        if self._policy.trim and not stream.leaving and self._committed_at_trim != self._loop_metrics.done:
             stream.trim()
 
     # Runs and figures
