@@ -1,15 +1,22 @@
 """A Redis that refuses the credentials, or gets none: every program says so, at once and in the same words."""
 
+import logging
 import re
+from pathlib import Path
 
 import pytest
 
+from millstream import App
+from millstream.admin.doctor import diagnose
 from millstream.balancer import Balancer
 from millstream.errors import AccessDenied
 from millstream.producer.producer import Producer
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.resp import Command
+from millstream.spark.run.early_checks import check_early
+from millstream.spark.source.stream_info import fetch
+from tests.support.commandline import call
 
 pytestmark = [pytest.mark.cli]
 
@@ -53,3 +60,33 @@ def test_a_producer_and_a_balancer_name_the_credentials(refused_url: str) -> Non
         balancer.start()
     assert is_refusal(str(of_producer.value))
     assert is_refusal(str(of_balancer.value))
+
+
+def test_doctor_finds_the_credentials_alone(refused_url: str) -> None:
+    with Client(refused_url) as client:
+        findings = {one.check: one for one in diagnose(client).findings}
+    assert is_refusal(findings["access"].what)
+    assert (findings["access"].severity, findings["access"].mend) == ("problem", ())
+    assert findings.keys().isdisjoint({"settings", "rights", "data"})
+    outcome = call("doctor", url=refused_url)
+    assert (outcome.code, "millstream acl" in outcome.out + outcome.err) == (1, False)
+
+
+def test_a_run_refuses_to_start_before_spark_does(
+    refused_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING), pytest.raises(AccessDenied) as caught:
+        check_early(App("shop"), refused_url)
+    assert is_refusal(str(caught.value))
+    assert caplog.messages == []
+    path = tmp_path / f"{tmp_path.name}.py"  # the name of a module that this process has not imported
+    path.write_text("from millstream import App\napp = App('shop')\n@app.handler('orders')\ndef pay(message): pass\n")
+    outcome = call("run", str(path), "--once", "--checkpoint", str(tmp_path / "cp"), url=refused_url)
+    assert outcome.code == 3
+    assert is_refusal(outcome.err.strip().removeprefix("error: "))
+
+
+def test_a_query_on_spark_names_the_credentials_alone(refused_url: str) -> None:
+    with Client(refused_url) as client, pytest.raises(AccessDenied) as caught:
+        fetch(client, ["orders"])
+    assert is_refusal(str(caught.value))
