@@ -97,11 +97,13 @@ class AccessDenied(RedisError):
     """Redis refused the credentials, or an ACL rule refuses the command or the key: change the user or its rules.
 
     `concerns_key`: True if the ACL refuses the key: the same command may be allowed on other keys.
+    `concerns_credentials`: True if Redis refused the credentials: no command is allowed, and no right mends it.
     """
 
-    def __init__(self, message: str, *, concerns_key: bool = False) -> None:
+    def __init__(self, message: str, *, concerns_key: bool = False, concerns_credentials: bool = False) -> None:
         super().__init__(message)
         self.concerns_key = concerns_key
+        self.concerns_credentials = concerns_credentials
 
 
 class WrongType(RedisError):

@@ -185,7 +185,7 @@ def consumers(client: Client, now_ms: int) -> Iterator[Expected]:
     Group(client, "s:held", HandlerKeys("shop", "held", "s:held").group).create_consumer("empty")
     client.execute("SET", worker_name_key("shop", "slow-0"), "its supervisor")
     group = HandlerKeys("shop", "slow", "s:slow").group
-    for entry, idle_ms in zip(fetched, (2 * HOUR_MS, NACK_IDLE_MS), strict=True):
+    for entry, idle_ms in zip(fetched, (2 * HOUR_MS, NACK_IDLE_MS + HOUR_MS), strict=True):
         client.execute("XCLAIM", "s:slow", group, "slow-0", 0, entry, "IDLE", idle_ms, "JUSTID")
     yield Expected(
         check="dead-consumers",

@@ -92,7 +92,7 @@ def test_the_rate_of_a_handler_is_of_its_streams_that_were_read_twice(client: Cl
     rates = HandlerRates(clock)
     client.execute("HSET", first.meta, "committed", 100)
     assert rates.update(client, [first]) == {"shop.pay": None}
-    client.execute("HSET", first.meta, "committed", 120)
+    client.execute("HSET", first.meta, "committed", 124, "skipped", 4)
     client.execute("HSET", second.meta, "committed", 7_000)
     clock.now_ms += 2_000
     assert rates.update(client, [first, second]) == {"shop.pay": 10.0}

@@ -21,6 +21,7 @@ from millstream.redis_client.key_names import REDRIVE_FIELD, TIMER_FIELD, Stream
 from millstream.testing.topologies import cluster
 from tests.support.commandline import call
 from tests.support.fields import text_fields
+from tests.support.stream_reports import counted
 from tests.support.waiting import FAIL_SAFE_S, eventually
 from tests.support.workers import KEYS, KINDS, dead, either, make, now_ms, pending, working
 
@@ -124,7 +125,9 @@ def test_the_message_of_a_timer_is_for_its_handler_alone(client: Client) -> None
         with working(client, handler):
             eventually(lambda: seen[-1:] == ["last"])
         assert seen == ["soon", "last"]
+        assert counted(client, handler.name) == [(2, 2)], "without the message of the timer"
         seen.clear()
+    assert counted(client, "handle") == [(2, 2)], "its message, and that of its timer"
 
 
 @pytest.mark.parametrize("key", [b"a b:c", b"\xff\x00\n", "é".encode(), b"k" * 5_000])

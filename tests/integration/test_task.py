@@ -21,6 +21,7 @@ from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import REDRIVE_FIELD, HandlerKeys
 from millstream.spark.engine import watchdog
 from tests.support.memory import relieved_once_refused
+from tests.support.stream_reports import counted
 from tests.support.task_fixtures import Item, Row, TaskFixture, only
 from tests.support.waiting import eventually_async
 
@@ -441,7 +442,8 @@ def test_a_redriven_entry_runs_in_its_own_handler_only_and_without_the_redrive_f
     ]
     report = bench.process(only(app, handle, key="k"), bench.rows(*rows))
     assert pairs == [[b"n", b"1"], [b"n", b"3"], [b"n", b"5"]]
-    assert report["committed"] == 5
+    assert (report["messages"], report["committed"]) == (5, 3)
+    assert counted(bench.client, "handle") == [(3, 3)]
 
 
 def test_a_run_longer_than_a_commit_is_committed_in_parts(bench: TaskFixture) -> None:

@@ -18,6 +18,7 @@ from millstream.redis_client.key_names import REDRIVE_FIELD
 from millstream.spark import key_blocks
 from millstream.spark.engine import watchdog
 from tests.support.reservations import count_reservations
+from tests.support.stream_reports import counted
 from tests.support.task_fixtures import Item, Row, TaskFixture, hanging_on, only
 
 pytestmark = [pytest.mark.spark]
@@ -88,7 +89,8 @@ def test_undecodable_messages_and_those_redriven_to_another_handler_are_not_in_t
     report = bench.process(listing(kind, took), bench.rows(*rows))
     assert took == [[3]]
     assert [letter.id for letter in bench.dead()] == ["1-0"]
-    assert (bench.outputs(), report["committed"]) == ([3], 3)
+    assert (bench.outputs(), report["committed"]) == ([3], 2)
+    assert counted(bench.client, "handle") == [(2, 1)]
 
 
 @KINDS

@@ -17,12 +17,14 @@ from millstream.errors import ConfigError
 from millstream.handlers.handler import Handler
 from millstream.model import EntryId
 from millstream.redis_client.client import Client
-from millstream.redis_client.key_names import HandlerKeys
+from millstream.redis_client.key_names import REDRIVE_FIELD, HandlerKeys
 from millstream.redis_client.replies import mapping_of
 from millstream.spark import key_blocks
 from millstream.testing.invariants import check_invariants
+from tests.support.stream_reports import counted
 from tests.support.task_fixtures import Item, Row, TaskFixture, only
-from tests.support.waiting import FAIL_SAFE_S
+from tests.support.waiting import FAIL_SAFE_S, eventually
+from tests.support.workers import working
 
 pytestmark = [pytest.mark.spark]
 
@@ -122,6 +124,25 @@ def test_a_parked_key_that_fails_again_is_parked_again_and_a_skip_leaves_it_park
     assert bench.queues() == {b"A": ("parked", 1)}
     bench.check()
     assert [(letter.reason, letter.attempts) for letter in bench.dead()] == [("skipped", 2)]
+
+
+@pytest.mark.parametrize("engine", ["spark", "workers"])
+def test_a_deferred_message_for_another_handler_does_not_count(bench: Deferral, engine: str) -> None:
+    handler = parking(bench)
+    other = (2, b"A", {REDRIVE_FIELD: b"app.other", "k": "A"})
+    bench.client.execute("XADD", "in", "1-0", "n", 1, "k", "A", "fail", 2)
+    bench.client.execute("XADD", "in", "2-0", REDRIVE_FIELD, "app.other", "k", "A")
+    bench.run(handler, [(1, b"A", {"n": 1, "k": "A", "fail": 2}), other, *bench.add(3, keys="A")])
+    assert bench.queues() == {b"A": ("parked", 3)}
+    works = replace(handler, retry=Retry(attempts=20, delay_ms=0))
+    unpark(bench.client, KEYS, A)
+    if engine == "spark":
+        assert bench.process_deferred(works)["committed"] == 2
+    else:
+        with working(bench.client, works) as loop:
+            eventually(lambda: loop.loop_metrics.done == 3)
+        assert loop.loop_metrics.committed == 2
+    assert (bench.outputs(), bench.queues(), counted(bench.client, "handle")) == ([1, 3], {}, [(2, 2)])
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["next batch", "same batch"])

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from millstream import Message, Reject, Retry
+from millstream.admin.handler_figures import read_figures
+from millstream.clock import SYSTEM_CLOCK
 from millstream.delivery.commit_store import CommitStore
 from millstream.errors import ConfigError, HandlerStuck, StaleOwner
 from millstream.observability import metrics as m
@@ -21,6 +23,7 @@ from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import REDRIVE_FIELD
 from millstream.worker import HandlerSteps, ReadingLoop
 from tests.support.clocks import LeapClock
+from tests.support.stream_reports import counted
 from tests.support.waiting import FAIL_SAFE_S, eventually
 from tests.support.workers import (
     KEYS,
@@ -357,7 +360,9 @@ def test_a_redriven_entry_runs_in_its_own_handler_only(client: Client) -> None:
     client.execute("XADD", "in", "*", REDRIVE_FIELD, "app.handle", "n", "1")
     client.execute("XADD", "in", "*", REDRIVE_FIELD, "app.other", "n", "2")
     with working(client, make(double)) as loop:
-        eventually(lambda: loop.loop_metrics.committed >= 2)
+        eventually(lambda: loop.loop_metrics.done >= 2)
+    assert (loop.loop_metrics.processed, counted(client, "handle")) == (1, [(1, 1)])
+    assert read_figures(client, [KEYS], SYSTEM_CLOCK).committed == 1
     assert outputs(client) == [1]
 
 

@@ -14,6 +14,7 @@ from millstream.handlers.encoding import pack_output
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import REDRIVE_FIELD
 from tests.support.clocks import LeapClock
+from tests.support.stream_reports import counted
 from tests.support.waiting import FAIL_SAFE_S, eventually
 from tests.support.workers import (
     KEYS,
@@ -118,7 +119,8 @@ def test_undecodable_messages_and_those_redriven_to_another_handler_are_not_in_t
     client.execute("XADD", "in", "*", REDRIVE_FIELD, "app.other", "n", "6")
     client.execute("XADD", "in", "*", REDRIVE_FIELD, "app.handle", "n", "7")
     with working(client, make(either(doubled, kind), batch_wait_ms=200)) as loop:
-        eventually(lambda: loop.loop_metrics.committed >= 8)
+        eventually(lambda: loop.loop_metrics.done >= 8)
+    assert (loop.loop_metrics.committed, counted(client, "handle")) == (7, [(7, 6)])
     assert sorted(outputs(client)) == [0, 1, 2, 3, 4, 7]
     assert [(one.reason, one.attempts) for one in dead(client)] == [("undecodable", 1)]
     assert pending(client) == 0

@@ -8,21 +8,57 @@ from typing import Any
 import pytest
 
 from millstream import Message
+from millstream.admin.doctor import diagnose
+from millstream.admin.inspection import inspect
+from millstream.delivery.long_runs import read_long_runs
 from millstream.delivery.reliable_stream import ReliableStream
 from millstream.errors import AccessDenied, ConfigError
+from millstream.groups import Group
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
-from millstream.redis_client.key_names import ServiceKeys
+from millstream.redis_client.key_names import WAITING, ServiceKeys
 from millstream.redis_client.key_tracking import KeyTracker
+from millstream.redis_client.pipelining import server_time_ms
 from millstream.testing.proxy import Proxy
 from millstream.worker import ReadingLoop
 from tests.support.clocks import ManualClock
 from tests.support.waiting import FAIL_SAFE_S, eventually
-from tests.support.workers import QUICK, double, ending, fill, make, working
+from tests.support.workers import KEYS, QUICK, double, ending, fill, make, working
 
 pytestmark = [pytest.mark.worker]
 
 HOUR_MS = 3_600_000
+
+
+@pytest.mark.parametrize("key", [None, "n"])
+def test_a_worker_that_has_stopped_is_not_alive_and_what_it_ran_waits(
+    client: Client, monkeypatch: pytest.MonkeyPatch, key: str | None
+) -> None:
+    begun, over = threading.Event(), threading.Event()
+
+    def handle(message: Message) -> None:
+        begun.set()
+        over.wait(FAIL_SAFE_S)
+
+    monkeypatch.setattr("millstream.worker.settling.hang_detector.LONG_MS", 0.0)
+    monkeypatch.setattr("millstream.worker.loop._LAST_CALLS_MS", 1_000.0 * FAIL_SAFE_S)
+    client.execute("XADD", "in", f"{server_time_ms(client) - 60_000}-0", "n", 1)
+    # One in flight: no read is under way that would make the consumer again.
+    with working(client, make(handle, key=key), policy=replace(QUICK, prefetch=1, stop_ms=0)) as loop:
+        try:
+            eventually(begun.is_set)
+            eventually(lambda: [one.worker for one in read_long_runs(client, ["app"])] == ["w1"], "its report")
+            loop.stop()
+            eventually(loop.ended.is_set, "the end of the stop")
+        finally:
+            over.set()
+    assert len(loop.leftovers) == 1
+    (report,) = inspect(client).handlers
+    assert (report.workers, report.lag, report.in_flight) == ((), 1, 0)
+    assert [one.name for one in Group(client, "in", KEYS.group).consumers()] == [WAITING]
+    found = {one.check: one for one in diagnose(client).findings}
+    assert found["waiting"].what.startswith("app.handle: 1 entry waits, the oldest for ")
+    assert found.keys().isdisjoint({"long-runs", "idle-entries", "dead-consumers"})
 
 
 @pytest.mark.parametrize("key", [None, "n"])

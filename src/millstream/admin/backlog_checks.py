@@ -69,12 +69,11 @@ def check_idle_entries(data: Data) -> Iterator[Finding]:
         if places:
             stream, group = places[0]
             idle = [data.idle[place] for place in places]
-            longest_ms = max((one.idle_ms for one in idle if one.idle_ms is not None), default=None)
             yield Finding(
                 check="idle-entries",
                 handler=label,
                 severity="warning",
-                since_ms=None if longest_ms is None else data.now_ms - longest_ms,
+                since_ms=data.now_ms - max(one.idle_ms for one in idle),
                 what=f"{label}: {pluralize(sum(one.count for one in idle), 'entry', 'entries')} or more pending and idle for "
                 f"{format_age(data.old_ms)}, on {named_streams([stream for stream, _ in places])}",
                 why="live workers renew or claim pending entries, at once those that were nacked (idle for 24 h or "

@@ -57,12 +57,11 @@ def diagnose(
     cli = "redis-cli"
     try:
         cli = redis_cli(client.url, client.execute_on_primaries("PING")[0][0]) + (" -c" if client.is_cluster else "")
-    except AccessDenied:
-        pass  # the checks below say what the user may not do
+    except AccessDenied as error:
+        if error.concerns_credentials:  # else the checks below say what the user may not do
+            return Diagnosis(findings=(*findings, _unusable("access", error)))
     except RedisError as error:
-        why = "nothing can be read or written"
-        findings.append(Finding(check="reachable", severity="problem", what=str(error), why=why))
-        return Diagnosis(findings=tuple(findings))
+        return Diagnosis(findings=(*findings, _unusable("reachable", error)))
     data: list[Data] = []
 
     def read() -> Iterator[Finding]:
@@ -87,6 +86,10 @@ def diagnose(
         is_sample=any(one.found.is_sample for one in data),
         inspection=data[0].found if data else None,
     )
+
+
+def _unusable(check: str, error: RedisError) -> Finding:
+    return Finding(check=check, severity="problem", what=str(error), why="nothing can be read or written")
 
 
 class _Servers:

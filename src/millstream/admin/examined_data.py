@@ -19,6 +19,7 @@ from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import WAITING, HandlerKeys, stage_of, to_wire
 from millstream.redis_client.pipelining import call_all, send_all, server_time_ms
 from millstream.redis_client.replies import mapping_of
+from millstream.redis_client.resp import Command
 
 _WATCHED = 100
 _COUNTED_LETTERS = 200
@@ -34,12 +35,11 @@ _MEASURED_STREAMS = 100
 class IdleEntries:
     """Pending entries of a group that consumers hold and that were idle for long, of the hundred lowest of these.
 
-    `idle_ms`: how long the first of them has been idle, in milliseconds; None if all were nacked, as that sets the idle
-    time.
+    `idle_ms`: how long the first of them has been idle, in milliseconds; since it was nacked, if it was.
     """
 
     count: int
-    idle_ms: int | None
+    idle_ms: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +118,7 @@ def read_data(
     found = inspect(client, app, max_streams=max_streams, stuck_first=True, clock=clock)
     places = [(one.stream, one.keys.group) for one in found.handlers if one.problem is None]
     consumers = consumers_of(client, places)
-    alive = [(one.stream, one.keys.group) for one in found.handlers if one.pending and one.consumers]
+    alive = [one for one in found.handlers if one.pending and one.consumers]
     streams = sorted({one.name for one in found.streams} | {one.stream for one in found.handlers})
     return Data(
         found=found,
@@ -160,22 +160,26 @@ def _find_damage(client: Client, places: Sequence[HandlerKeys]) -> dict[HandlerK
     return {keys: str(one) for keys, each in found.items() for one in each if isinstance(one, WrongType)}
 
 
-def _find_idle(client: Client, places: Sequence[tuple[str, str]], old_ms: int) -> dict[tuple[str, str], IdleEntries]:
-    """The lowest pending entries, which consumers hold, that were idle for so long."""
-    replies = send_all(
-        client,
-        [("XPENDING", to_wire(stream), to_wire(group), "IDLE", old_ms, "-", "+", _WATCHED) for stream, group in places],
-    )
-    idle_ms = {
-        place: [entry[2] for entry in reply if entry[1] != WAITING.encode()]
-        for place, reply in zip(places, replies, strict=True)
-        if not isinstance(reply, RedisError)
-    }
-    return {
-        place: IdleEntries(count=len(some), idle_ms=max((ms for ms in some if ms < NACK_IDLE_MS), default=None))
-        for place, some in idle_ms.items()
-        if some
-    }
+def _find_idle(client: Client, handlers: Sequence[HandlerReport], old_ms: int) -> dict[tuple[str, str], IdleEntries]:
+    """The lowest pending entries of each handler that were idle for so long, without those in key queues."""
+    commands: list[Command] = [
+        ("XPENDING", to_wire(one.stream), to_wire(one.keys.group), "IDLE", old_ms, "-", "+", _WATCHED)
+        for one in handlers
+    ]
+    idle: dict[tuple[str, str], IdleEntries] = {}
+    for one, reply in zip(handlers, send_all(client, commands), strict=True):
+        entries = () if isinstance(reply, RedisError) else reply
+        if one.keyed or one.engine == "spark":
+            entries = [entry for entry in entries if entry[1] != WAITING.encode()]
+        idle_ms = [ms for entry in entries if (ms := _idle_ms_of(entry[2])) >= old_ms]
+        if idle_ms:
+            idle[one.stream, one.keys.group] = IdleEntries(count=len(idle_ms), idle_ms=max(idle_ms))
+    return idle
+
+
+def _idle_ms_of(found_ms: int) -> int:
+    """How long an entry has been idle, by the idle time that Redis has; a nack has raised that by NACK_IDLE_MS."""
+    return found_ms - NACK_IDLE_MS if found_ms >= NACK_IDLE_MS else found_ms
 
 
 def _oldest_letters_ms(client: Client, handlers: Sequence[HandlerReport]) -> dict[str, int]:

@@ -48,7 +48,7 @@ def check_long_runs(data: Data) -> Iterator[Finding]:
             else "the handler may hang, and the messages behind it wait; the log of that worker shows where the handler is",
             mend=(
                 *((start_command("workers", app),) if stands_still else ()),
-                f"millstream key list {label}",
+                *((f"millstream key list {label}",) if any(one.key is not None for one in some) else ()),
                 f"py-spy dump --pid PID  # of the worker {some[0].worker}",
             ),
         )

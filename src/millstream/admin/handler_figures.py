@@ -93,7 +93,7 @@ class _Place(msgspec.Struct):
 
     @property
     def queued_count(self) -> int:
-        """The entries that no worker has: they wait in key queues."""
+        """The entries that no worker has: they wait in key queues, or were nacked."""
         return count_queued(self.pending[3])
 
 
@@ -134,7 +134,7 @@ def add_figures(
         figures.unread += max(one.lag.count or 0, one.lag.is_partial)
         figures.delivered ^= hash((one.keys.stream, one.group.get(b"last-delivered-id")))
         figures.delayed += one.delayed
-        figures.committed += _number(one.meta[4]) or 0
+        figures.committed += (_number(one.meta[4]) or 0) - (_number(one.meta[5]) or 0)
         first = one.pending[1].decode() if one.pending[1] else one.lag.first_id
         if first is not None:
             figures.oldest_ms = max(figures.oldest_ms or 0, age_ms(first, now_ms))
@@ -151,7 +151,7 @@ def _read_places(client: Client, places: Sequence[HandlerKeys]) -> list[_Place]:
         commands += [
             ("XLEN", to_wire(keys.stream)),
             ("XINFO", "GROUPS", to_wire(keys.stream)),
-            ("HMGET", to_wire(keys.meta), "owner", "committed_id", "paused", "look_ahead", "committed"),
+            ("HMGET", to_wire(keys.meta), "owner", "committed_id", "paused", "look_ahead", "committed", "skipped"),
             ("XPENDING", to_wire(keys.stream), to_wire(keys.group)),
             ("XLEN", to_wire(keys.dead_letters)),
             ("ZCARD", to_wire(StreamKeys(keys.stream).due)),

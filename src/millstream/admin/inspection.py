@@ -34,7 +34,7 @@ from millstream.redis_client.resp import Arg, Command, Reply
 
 _SCAN_PAGE = 1_000
 _MAX_BLOCKED = 100
-_COUNTERS = ("committed", "written", "dead", "refused")
+_COUNTERS = ("committed", "written", "dead", "refused", "skipped")
 _OWN_PREFIX = f"{PREFIX}:"
 
 T = TypeVar("T")
@@ -370,6 +370,11 @@ class _Meta:
     problem: str | None = None
     stored_format: int | None = None
 
+    @property
+    def committed(self) -> int:
+        """Its messages that are done: the counter has the entries, also those that are for another handler alone."""
+        return self.counters["committed"] - self.counters["skipped"]
+
     @classmethod
     def read(
         cls, values: Reply, dead_letters: Reply, parked: Reply, awaiting: Reply, backing_off: Reply, failed: Reply
@@ -502,8 +507,9 @@ def _handler_reports(
             problem=meta.problem or _problem_of(keys.stream, types.get(keys.stream)),
             stream_type=types.get(keys.stream, "stream"),
             stored_format=meta.stored_format,
-            processed=max(0, meta.counters["committed"] - meta.counters["dead"]),
-            **meta.counters,
+            committed=meta.committed,
+            processed=max(0, meta.committed - meta.counters["dead"]),
+            **{name: meta.counters[name] for name in ("written", "dead", "refused")},
         )
 
 

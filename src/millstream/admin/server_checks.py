@@ -137,11 +137,13 @@ def memory_problems(client: Client) -> tuple[str, ...]:
 def warn_of_data_loss(client: Client) -> None:
     """Log a warning for each setting of Redis that loses data, with the command that mends it.
 
-    A failed check stops no start: it is only logged.
+    A failed check stops no start: it is only logged. Raises AccessDenied if Redis refuses the credentials.
     """
     try:
         servers = read_servers(client)
-    except AccessDenied:
+    except AccessDenied as error:
+        if error.concerns_credentials:
+            raise
         logger.warning("cannot check whether Redis may lose data: the Redis user has no right to `info`")
         return
     except RedisError as error:
@@ -159,7 +161,7 @@ def warn_of_data_loss(client: Client) -> None:
 
 
 def warn_of_data_loss_at(url: str) -> None:
-    """Like `warn_of_data_loss`, on a short-lived connection. Raises ConfigError for an invalid URL."""
+    """Like `warn_of_data_loss`, on a short-lived connection. Raises also ConfigError, for an invalid URL."""
     with Client(url, timeout_ms=_START_TIMEOUT_MS) as client:
         warn_of_data_loss(client)
 

@@ -51,6 +51,7 @@ MAX_COMMIT_OUTPUTS = 10_000
 _CHUNK_BYTES = 8 << 20
 _OUTPUT_KEY = 8
 _TIMERS = "T"
+_FOR_OTHERS = "O"
 _COPIES = "R"
 
 
@@ -60,7 +61,8 @@ class Effects(msgspec.Struct):
     * `offset_field`, `expected_offset`: the offset field and the value that was loaded (b"" = none). For a key of a
       worker: the name of its queue and the token of its lease. For entries that Spark runs from a key queue: the
       queue's name and FROM_QUEUE
-    * `first_id`, `last_id`, `message_count`: the messages it covers
+    * `first_id`, `last_id`, `message_count`: the messages it covers; `skipped_count`: those of them that are for another
+      handler alone, and count neither as processed nor as dead letters
     * `state_field`, `state`: None leaves the state alone; b"" removes it
     * `other_ids`: for a worker's batch, or entries of a key queue, the ids of all but the last
     * `unfinished`: "" keeps the lease; a number ends it, and is how many of its claimed entries are not committed
@@ -81,6 +83,7 @@ class Effects(msgspec.Struct):
     first_id: str = ""
     last_id: str = ""
     message_count: int = 0
+    skipped_count: int = 0
     other_ids: Sequence[str] = ()
     unfinished: int | Literal[""] = ""
     cancels: str = ""
@@ -125,7 +128,7 @@ class Effects(msgspec.Struct):
         return (
             not (self.outputs or self.dead_letters or self.cleared_counts or self.other_ids or self.expected_offset)
             and self.state is None
-            and not (self.timers or self.copies)
+            and not (self.timers or self.copies or self.skipped_count)
         )
 
     @property
@@ -175,6 +178,8 @@ class Effects(msgspec.Struct):
         else:
             args += ("D", self.state_field)
         args += (len(self.cleared_counts), *self.cleared_counts)
+        if self.skipped_count:
+            args += (_FOR_OTHERS, self.skipped_count)
         if self.copies:
             args += (_COPIES, len(self.copies), *self.copies)
         args.append(len(self.outputs))

@@ -441,8 +441,8 @@ class ReliableStream:
     def nack(self, ids: Sequence[bytes], *, idle_ms: int = NACK_IDLE_MS) -> list[bytes]:
         """Nack entries: make them claimable, and lower their delivery counts; return those that were lost already.
 
-        They count as idle for `idle_ms` (at least 1): another worker claims them once that reaches its claim time, by
-        default at once.
+        They are pending with the consumer WAITING, and count as idle for `idle_ms` (at least 1): another worker claims
+        them once that reaches its claim time, by default at once.
         """
         return self._set_idle_time(ids, max(1, idle_ms))
 

@@ -38,6 +38,7 @@ from millstream.redis_client.error_translation import (
     REDIS_ERRORS,
     denies_key,
     keys_of,
+    lacks_credentials,
     translate,
     with_denied_keys,
     wrong_type_error,
@@ -502,6 +503,8 @@ class Client:
                 return error
             raise
         except redis.exceptions.ResponseError as error:
+            if lacks_credentials(str(error)):  # no other command gets a reply
+                raise
             return error
 
     def _resolve(

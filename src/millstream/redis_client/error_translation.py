@@ -41,6 +41,11 @@ _DENIED_IN_SCRIPT = ("The user executing the script can't", "ACL failure in scri
 _KEY_DENIED = ("no permissions to access", "No permissions to access", "can't access")
 """Texts of Redis 7.0, of later versions and Valkey, and of Redis 7.0 in a script, for a key that the user may not use."""
 
+_UNAUTHENTICATED, _NO_AUTH = "Protocol error: unauthenticated ", "Authentication required."
+"""What Redis answers before it closes the connection of a client without credentials, if a command has more than ten
+arguments or a long one; and what it answers to other commands, as redis-py has it.
+"""
+
 _KEY_MISSING = ("no such key", "requires the key to exist")
 _PLACE_IN_SCRIPT = re.compile(r"script: (?:([0-9a-f]{40}), )?on @user_script:(\d+)\.?")  # Valkey 9 omits the hash
 _CODE = re.compile("[A-Z]{2,}")
@@ -131,6 +136,11 @@ def denies_key(text: str) -> bool:
     return any(words in text for words in _KEY_DENIED)
 
 
+def lacks_credentials(text: str) -> bool:
+    """Whether Redis answers with this error, and closes the connection, as its client has given no credentials."""
+    return text.startswith(_UNAUTHENTICATED)
+
+
 def translate(error: Exception, url: str, command: Command | None = None) -> RedisError:
     """Translate an exception of redis-py into a RedisError. Raises ConfigError for a wrong URL."""
     text = _PLACE_IN_SCRIPT.sub(lambda found: _place(found, command), str(error))
@@ -154,8 +164,10 @@ def _of_connection(error: Exception, text: str, where: str) -> RedisError | None
     """An error of the connection or the whole server; None if it concerns the command only."""
     if isinstance(error, redis.exceptions.InvalidResponse):
         return Unavailable(f"the server at {where} is not Redis ({redact_text(text)}); check host and port")
-    if isinstance(error, redis.exceptions.AuthenticationError):
-        return AccessDenied(f"{where} refuses the credentials ({text}); check user and password in the URL")
+    if isinstance(error, redis.exceptions.AuthenticationError) or lacks_credentials(text):
+        why = _NO_AUTH if lacks_credentials(text) else text
+        refused = f"{where} refuses the credentials ({why}); check user and password in the URL"
+        return AccessDenied(refused, concerns_credentials=True)
     if isinstance(error, redis.exceptions.OutOfMemoryError):
         return OutOfMemory(f"Redis at {where} has reached maxmemory and refuses writes: free memory or raise it")
     if isinstance(error, redis.exceptions.ReadOnlyError) and "+" not in where.partition("://")[0]:

@@ -86,7 +86,11 @@ class HandlerSteps:
         return None if pairs is None else _message(delivery, pairs)
 
     def _own_pairs(self, pairs: Sequence[bytes]) -> Sequence[bytes] | None:
-        return None if pairs[0] == REDRIVE_FIELD and pairs[1] != self._label else own_pairs(pairs)
+        return None if self._is_for_other(pairs) else own_pairs(pairs)
+
+    def _is_for_other(self, pairs: Sequence[bytes]) -> bool:
+        """Whether an entry is for another handler of the stream alone."""
+        return pairs[0] == REDRIVE_FIELD and pairs[1] != self._label
 
     def canceled(self, delivery: Delivery) -> DeadLettered | None:
         """Return the outcome of an entry that an earlier dead letter of its key has canceled; None if it may run."""
@@ -159,6 +163,8 @@ class HandlerSteps:
         effects = delivery.stream.effects_of(delivery)
         if done.outputs:
             effects.add_outputs(done.outputs)
+        elif self._is_for_other(delivery.pairs):
+            effects.skipped_count = 1
         return effects
 
     def commit_batch(self, deliveries: Sequence[Delivery], done: Done) -> Effects:
@@ -182,6 +188,7 @@ class HandlerSteps:
             else:
                 state = outcome.state
                 outputs += outcome.outputs
+                effects.skipped_count += self._is_for_other(delivery.pairs)
                 if outcome.timers:
                     effects.add_timers(outcome.timers)
         if outputs:

@@ -225,10 +225,12 @@ class ReadingLoop:
         leftovers = self._in_flight.deliveries
         self._in_flight.remove(leftovers)
         self._release(leftovers)
-        if not self._is_past_deadline():
+        if not self._is_redis_silent:
             self._call_while_stopping(
                 "removal", lambda: remove_consumers(self._client, self._ordering.streams.values())
             )
+        if not self._is_redis_silent:
+            self._call_while_stopping("reports", self._ordering.maintenance.remove_reports)
         return leftovers
 
     def stop(self, deadline_ms: float | None = None) -> None:

@@ -52,7 +52,7 @@ class LoopMetrics:
     def __init__(
         self, handler: str, *, time_limit_ms: float, metrics: Metrics = NO_METRICS, health: Health | None = None
     ):
-        self.read = self.claimed = self.committed = self.dead = 0
+        self.read = self.claimed = self.committed = self.dead = self.skipped = 0
         self.retried = self.refused = self.released = self.trimmed = self.parked = 0
         self._run_times_ms = deque[float](maxlen=_RUN_TIMES_KEPT)
         self._is_poll_wanted = self._at_budget = self._waits_for_rate = False
@@ -89,6 +89,11 @@ class LoopMetrics:
     def processed(self) -> int:
         """How many messages were committed, and not as dead letters."""
         return self.committed - self.dead
+
+    @property
+    def done(self) -> int:
+        """How many entries were committed, with those that are for another handler alone."""
+        return self.committed + self.skipped
 
     def on_poll_wanted(self) -> None:
         """Note that a read is wanted: from now on only the answer to a read shows that the loop is healthy."""
@@ -161,17 +166,25 @@ class LoopMetrics:
             self._metrics.count(m.PARKED, count, handler=self._handler)
 
     def count_committed(
-        self, deliveries: Sequence[Delivery], dead: Sequence[str], took_s: float, *, head_of_line_avoided: int = 0
+        self,
+        deliveries: Sequence[Delivery],
+        dead: Sequence[str],
+        took_s: float,
+        *,
+        skipped: int = 0,
+        head_of_line_avoided: int = 0,
     ) -> None:
         """Count committed messages; `dead`: the reasons of those among them that were dead-lettered.
 
-        `head_of_line_avoided`: how many of them did not wait for an earlier message of another key.
+        * `skipped`: how many of them are for another handler alone, and do not count
+        * `head_of_line_avoided`: how many of them did not wait for an earlier message of another key
         """
-        self.committed += len(deliveries)
+        self.committed += len(deliveries) - skipped
+        self.skipped += skipped
         self.dead += len(dead)
         if self._metrics is NO_METRICS:
             return
-        self._metrics.count(m.COMMITTED, len(deliveries), handler=self._handler)
+        self._metrics.count(m.COMMITTED, len(deliveries) - skipped, handler=self._handler)
         if head_of_line_avoided:
             self._metrics.count(m.HEAD_OF_LINE_AVOIDED, head_of_line_avoided, handler=self._handler)
         for reason, count in Counter(dead).items():

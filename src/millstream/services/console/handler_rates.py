@@ -32,12 +32,14 @@ class HandlerRates:
         A command for each handler on a stream; those that Redis refuses are left out. Raises RedisError.
         """
         asked, read_ms = list(places), self._clock.monotonic_ms()
-        replies = send_all(client, [("HGET", to_wire(one.meta), "committed") for one in asked])
+        replies = send_all(client, [("HMGET", to_wire(one.meta), "committed", "skipped") for one in asked])
         rates: dict[str, list[float]] = defaultdict(list)
         with self._lock:
             for one, reply in zip(asked, replies, strict=True):
-                if not isinstance(reply, RedisError) and (reply is None or reply.isdigit()):
-                    read = next_read(self._known.pop(one, None), int(reply or 0), read_ms)
+                counts = [] if isinstance(reply, RedisError) else [count or b"0" for count in reply]
+                if counts and all(count.isdigit() for count in counts):
+                    entries, skipped = map(int, counts)
+                    read = next_read(self._known.pop(one, None), entries - skipped, read_ms)
                     self._known[one] = read  # behind those that were read before
                     rates[one.label] += [] if read.rate is None else [read.rate]
             while len(self._known) > _MOST_PLACES:

@@ -42,6 +42,7 @@ class BatchTask(PartitionTask):
         wanted = [(run, message) for run, message, is_meant in unpacked if is_meant]
         for run, message, is_meant in unpacked:
             if not is_meant:
+                run.effects.skipped_count = 1
                 self._stage_together([(run, message)], NO_EFFECTS)
         if not wanted:
             return

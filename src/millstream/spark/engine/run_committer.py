@@ -95,7 +95,7 @@ class RunCommitter:
                 metrics.refused += 1
                 refused.append(run)
             else:
-                metrics.committed += run.effects.message_count
+                metrics.committed += run.effects.message_count - run.effects.skipped_count
                 metrics.head_of_line_avoided += run.effects.count_unblocked()
                 metrics.dead += len(run.effects.dead_letters)
                 self._failures.dead_lettered(run.effects.dead_letters)

@@ -167,6 +167,7 @@ class PartitionTask:
             return await self._settle(run, *stopped_by, remaining, group)
         message, is_meant = self._loader.next_message(run, self._token)
         outcome = await self._run_message(run, message) if is_meant else Done((), run.state)
+        run.effects.skipped_count += not is_meant
         return await self._settle(run, message, outcome, remaining, group)
 
     def _may_run_consecutive(self, run: KeyRun) -> bool:

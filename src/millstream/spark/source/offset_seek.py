@@ -87,7 +87,7 @@ def position_after(
 
 
 def _check_access(reply: Reply) -> Reply:
-    if isinstance(reply, AccessDenied):
+    if isinstance(reply, AccessDenied) and not reply.concerns_credentials:
         raise AccessDenied(f"{reply}; to limit or split a batch, grant XGROUP, XREADGROUP and XINFO on the stream")
     return reply if isinstance(reply, CommandFailed | GroupMissing) else raise_if_error(reply)
 

@@ -62,7 +62,7 @@ def _groups(client: Client, streams: Iterable[str]) -> dict[str, list[dict[bytes
 
 def _expected_errors(reply: Reply) -> Reply:
     """Return errors that the planner handles: no group, no stream, or a key of another type. Raise all others."""
-    if isinstance(reply, AccessDenied):
+    if isinstance(reply, AccessDenied) and not reply.concerns_credentials:
         raise AccessDenied(f'{reply}; grant XGROUP and XINFO on it, or set option("group", "") to show no progress')
     return reply if isinstance(reply, GroupMissing | CommandFailed | WrongType) else raise_if_error(reply)
 

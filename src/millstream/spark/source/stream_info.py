@@ -99,7 +99,7 @@ def _fields(stream: str, reply: Any) -> dict[bytes, Any] | None:
         return None
     if isinstance(reply, WrongType):
         raise WrongType(f"the key {stream!r} holds another type of value than a stream: rename or delete that key")
-    if isinstance(reply, AccessDenied):
+    if isinstance(reply, AccessDenied) and not reply.concerns_credentials:
         raise AccessDenied(f"XINFO STREAM {stream}: {reply}; grant the rights that `millstream acl` lists")
     raise_if_error(reply)
     raise CommandFailed(f"XINFO STREAM {stream}: unexpected reply {reply!r}")

@@ -11,7 +11,7 @@ import msgspec
 
 from millstream.clock import Every
 from millstream.delivery.commit_store import may_repeat
-from millstream.delivery.effects import U, Unit, are_ids, chunk_by_size, last_ids_of
+from millstream.delivery.effects import Effects, U, Unit, are_ids, chunk_by_size, last_ids_of
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.errors import OutOfMemory, RedisError
 from millstream.handlers.attempt import NO_EFFECTS, DeadLettered, Done, RetryLater
@@ -259,11 +259,14 @@ class Committer:
         refused_ids = {id(one) for one in refused}
         written = [one for one in some if id(one[1]) not in refused_ids] if refused_ids else some
         self._has_stored |= bool(written) and not allow_oom
-        letters = [] if are_ids(effects) else _dead_letters(written)
+        are_plain = are_ids(effects)
+        letters = [] if are_plain else _dead_letters(written)
+        skipped = 0 if are_plain else sum([one.skipped_count for _, one in written if isinstance(one, Effects)])
         dead = list(map(reason_of, letters))
         self._steps.failures.dead_lettered(letters)
         deliveries = _deliveries(some)
-        self._loop_metrics.count_committed(_deliveries(written) if refused_ids else deliveries, dead, took_s)
+        done = _deliveries(written) if refused_ids else deliveries
+        self._loop_metrics.count_committed(done, dead, took_s, skipped=skipped)
         if refused:
             self._loop_metrics.count_refused(len(refused))
             logger.warning(

@@ -70,6 +70,11 @@ class HangDetector:
         self._reported = long
         return list(long) if is_due else [], list(ended)
 
+    def end(self) -> list[LongRun]:
+        """Return the runs that operators see: none goes on once the worker has ended."""
+        ended, self._reported = self._reported, set()
+        return list(ended)
+
     def _warn(self, delivery: Delivery, ran_ms: float) -> None:
         stream, entry_id = delivery.stream.stream, delivery.id.decode()
         key = None if delivery.lease is None else delivery.lease.key

@@ -301,6 +301,7 @@ class KeyCommitter(Committer):
             self._drop_lost(outcome.lease, outcome.runs)
         done: list[Delivery] = []
         letters: list[Sequence[Arg]] = []
+        skipped = 0
         for outcome in by_effects.values():
             assert outcome.effects is not None
             outcome.lease.in_flight_count -= len(outcome.done)
@@ -308,13 +309,15 @@ class KeyCommitter(Committer):
                 outcome.lease.committed_state = outcome.effects.state
             done += outcome.done
             letters += outcome.effects.dead_letters
+            skipped += outcome.effects.skipped_count
         avoided = 0
         if self._loop_metrics.has_backend:
             avoided = sum(one.count_unblocked() for one in _effects(list(by_effects.values())))
         self._has_stored |= bool(done) and not allow_oom
         self._steps.failures.dead_lettered(letters)
         self._in_flight.remove(done)
-        self._loop_metrics.count_committed(done, list(map(reason_of, letters)), took_s, head_of_line_avoided=avoided)
+        dead = list(map(reason_of, letters))
+        self._loop_metrics.count_committed(done, dead, took_s, skipped=skipped, head_of_line_avoided=avoided)
 
     def _drop(self, lease: KeyLease, runs: Runs, why: str) -> list[Delivery]:
         """Drop a key under whose lease nothing is committed any more; return its entries that were in flight.

@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar
 
 from millstream.delivery.long_runs import report_long_runs
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
-from millstream.errors import HandlerStuck, OutOfMemory, Unavailable
+from millstream.errors import HandlerStuck, OutOfMemory, RedisError, Unavailable
 from millstream.worker.changed_streams import FEW_STREAMS, ChangedStreams
 from millstream.worker.context import WorkerContext
 from millstream.worker.policy import TIME_LIMIT_GRACE_MS
@@ -131,6 +131,13 @@ class Maintenance(Generic[S]):
                 with exclude_on_error(stream):
                     self._renewer.recover(stream)
 
+    def remove_reports(self) -> None:
+        """Remove the reports of long runs, as the worker ends; if Redis does not answer, they expire."""
+        try:
+            report_long_runs(self._context.client, self._context.handler.app, (), self._hang_detector.end())
+        except RedisError as error:
+            logger.debug("cannot remove the reports of long runs: %s; they expire", error)
+
     @property
     def _renew_ms(self) -> float:
         return self._policy.claim_ms / _RENEWALS_PER_CLAIM
@@ -146,7 +153,7 @@ class Maintenance(Generic[S]):
         """Maintain each stream. Return the error that kept some streams from it, except OutOfMemory."""
         began_ms = self._clock.monotonic_ms()
         renews = began_ms >= self._renew_due_ms
-        committed = self._loop_metrics.committed
+        committed = self._loop_metrics.done
         first = ((one, partial(self._maintain, one, refresh, renews=renews)) for one, refresh in self._refresh_all())
         done, errors = self._do_each(first, began_ms + self._renew_ms)
         # A server that hangs has used up the first deadline, and would use up the second one, too.
@@ -219,7 +226,7 @@ class Maintenance(Generic[S]):
             self._unrefreshed.discard(stream.stream)
         if renews:
             self._renewer.renew(stream)
-        if self._policy.trim and not stream.leaving and self._committed_at_trim != self._loop_metrics.committed:
+        if self._policy.trim and not stream.leaving and self._committed_at_trim != self._loop_metrics.done:
             stream.trim()
 
     # Runs and figures

@@ -18,6 +18,7 @@
 --         state: '' (untouched), 'S' field value (set), 'D' field (delete) or 'E' field value duration (set, and let it
 --           expire so many milliseconds later, unless it is set again)
 --         number of crash-count fields to clear, the fields
+--         none, or, if messages are for another handler alone: 'O', how many of them
 --         none, or, if entries are edited copies of dead letters: 'R', number of these entries, their ids
 --         number of outputs; if there are any: index into KEYS, length to trim the stream to (0 = no trimming), and each
 --           as its items (name, value, ...) in msgpack, one after the other
@@ -267,7 +268,7 @@ local function release_leases()
 end
 
 local refused, unit = {}, 0
-local committed, written, dead = 0, 0, 0
+local committed, written, dead, skipped = 0, 0, 0, 0
 
 -- Two commands tell whether the committed id may move, which pays for no fewer ids than these. One of them returns all
 -- groups of the stream, as many as the last checkpoint counted: a group costs the server as much as an offset.
@@ -410,6 +411,8 @@ while at < #ARGV and not failure do
   at = at + cleared
 
   local outputs = next_arg()
+  local for_others = 0
+  if outputs == 'O' then for_others, outputs = next_count(), next_arg() end
   local copies, copies_at = 0, 0
   if outputs == 'R' then
     copies, copies_at = next_count(), at
@@ -468,6 +471,7 @@ while at < #ARGV and not failure do
         end_cancellation(offset_field, last, committed_id)
       end
       committed, written, dead = committed + messages, written + outputs, dead + letters
+      skipped = skipped + for_others
     end
   end
 end
@@ -478,6 +482,7 @@ if committed > 0 then
 end
 if written > 0 then redis.call('HINCRBY', KEYS[1], 'written', written) end
 if dead > 0 then redis.call('HINCRBY', KEYS[1], 'dead', dead) end
+if skipped > 0 then redis.call('HINCRBY', KEYS[1], 'skipped', skipped) end
 if #refused > 0 then redis.call('HINCRBY', KEYS[1], 'refused', #refused) end
 release_leases()
 notify_idle(#requeued)

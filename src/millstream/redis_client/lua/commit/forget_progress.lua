@@ -16,7 +16,7 @@
 if redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[1] then
   return redis.error_reply('STALE token ' .. ARGV[1] .. ' is not the epoch')
 end
-redis.call('HDEL', KEYS[1], 'committed_id', 'takeover_offset', 'max_offset', 'committed', 'written', 'dead', 'refused')
+redis.call('HDEL', KEYS[1], 'committed_id', 'takeover_offset', 'max_offset', 'committed', 'written', 'dead', 'skipped', 'refused')
 redis.call('UNLINK', KEYS[2], KEYS[3], KEYS[4], KEYS[6])
 drop_queues()
 if find_group(ARGV[2]) then delete_consumers(ARGV[2]) end -- the pending entries were in key queues
