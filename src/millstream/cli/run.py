@@ -32,7 +32,7 @@ from millstream.observability.health import Health
 from millstream.observability.metrics import Metrics, Recorder
 from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.escaping import escape_line
-from millstream.redis_client.formats import pluralize
+from millstream.redis_client.formats import entry_rate, pluralize
 from millstream.redis_client.redaction import redact_text
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class Progress:
         total = self._total
         left = f"  {lag / rate:,.0f} s left" if lag and rate > 0 else ""
         return (
-            f"{rate:,.0f} entries/s  lag {'not known yet' if lag is None else format(lag, ',')}  "
+            f"{entry_rate(rate)}  lag {'not known yet' if lag is None else format(lag, ',')}  "
             f"{pluralize(total['batches'], 'batch', 'batches')}  {_processed(total):,} processed  "
             f"{pluralize(total['dead'], 'dead letter')}  {pluralize(total['retries'], 'retry', 'retries')}{left}"
         )
