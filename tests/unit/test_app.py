@@ -284,6 +284,15 @@ def test_a_mistake_in_an_app_file_is_one_clear_line(tmp_path: Path, text: str, r
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("target", ["", ":app", "./shop:app", "..shop"])
+def test_what_names_neither_a_file_nor_a_module_is_refused_with_what_to_give(target: str) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"names neither a file nor a module: give path/to/file\.py:app, or module:app from its folder$",
+    ):
+        load_app(target)
+
+
 def test_a_missing_file_or_module_is_one_clear_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"file 'nowhere/app\.py'"):
         load_app("nowhere/app.py:app")
