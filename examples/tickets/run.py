@@ -2,7 +2,7 @@
 
     python examples/tickets/run.py [TICKETS] [MESSAGES_OF_EACH]
 
-It starts a redis-server of its own. The business service adds messages to the ticket stream; the master assigns them to
+It needs the extra `master`, and starts a redis-server of its own. The business service adds messages to the ticket stream; the master assigns them to
 the consumers, one at a time for each ticket. At the end it prints which consumer processed each step, and a verdict.
 """
 
@@ -63,7 +63,10 @@ def start_master(url: str, token: str, started: list[subprocess.Popen[bytes]]) -
     )
     started.append(process)
     assert process.stdout is not None
-    return str(msgspec.json.decode(process.stdout.readline())["url"])
+    line = process.stdout.readline()
+    if not line:  # it has printed why
+        sys.exit(process.wait())
+    return str(msgspec.json.decode(line)["url"])
 
 
 def start_consumers(

@@ -241,6 +241,10 @@ def _load_module(location: str, target: str) -> Any:
             )
         _check_module_name(path)
         module_name = path.stem
+    elif not location or location.startswith("."):  # Python takes it for a relative import
+        raise ConfigError(
+            f"{target!r} names neither a file nor a module: give path/to/file.py:app, or module:app from its folder"
+        )
     _check_neighbours(folder)
     _add_to_import_path(folder)
     return _import(module_name, target)

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from millstream.errors import install_hint
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.pipelining import server_time_ms
@@ -420,6 +421,21 @@ def test_a_consumer_in_javascript_shares_tickets_with_one_in_python(
         eventually(lambda: is_clean(client), "all done")
         workers.judge(enqueued)
     assert client.execute("HLEN", KEYS.crashes) == 0
+
+
+def test_without_the_extra_the_example_prints_only_what_the_master_lacks(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['fastapi'] = None\n")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [PROGRAM[0], str(EXAMPLE / "run.py"), "1", "1"],
+        env=environment(None, {"PYTHONPATH": path}),
+        capture_output=True,
+        text=True,
+        timeout=FAIL_SAFE_S,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr == f"error: this needs fastapi, which is not installed; {install_hint('master')}\n"
 
 
 def test_the_example_shows_every_ticket_in_order() -> None:

@@ -48,6 +48,24 @@ def test_dead_letters_are_in_groups_by_handler_reason_and_error_with_their_first
     assert re.match(r"shop\.pay +failed +ValueError: row N of N +2 ", row)
 
 
+@pytest.mark.parametrize(
+    ("error", "fingerprint"),
+    [
+        ("field 'n' must be UTF-8 text, not 5", "field 'n' must be UTF-8 text, not N"),
+        ("'utf-8' codec can't decode byte 0xFf in position 12", "'utf-8' codec can't decode byte N in position N"),
+        ("a date in ISO 8601, not 8601", "a date in ISO 8601, not N"),
+        ("gateway refuses 2.5 of 127.0.0.1:6379", "gateway refuses N of N:N"),
+        ("UTF-81 row12 base640 v3", "UTF-N rowN baseN vN"),
+    ],
+)
+def test_a_number_of_a_message_is_replaced_whole_and_that_of_a_name_is_not(
+    client: Client, error: str, fingerprint: str
+) -> None:
+    add_dead_letter(client, [], error)
+    (shown,) = call("dlq", "groups", "--json", url=client.url).json_lines()
+    assert shown["fingerprint"] == fingerprint
+
+
 def test_groups_say_which_handler_has_too_many_dead_letters_and_that_there_are_none(client: Client) -> None:
     assert call("dlq", "groups", url=client.url).err == "there are no dead letters\n"
     assert call("dlq", "groups", "shop.gone", url=client.url).code == 1

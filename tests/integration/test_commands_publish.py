@@ -20,9 +20,10 @@ from hypothesis import strategies as st
 from millstream.clock import SYSTEM_CLOCK
 from millstream.errors import OutOfMemory, OutputError, Unavailable, WrongType
 from millstream.producer.bulk import Publisher, Value
-from millstream.producer.session import MAX_FIELDS
+from millstream.producer.session import BATCH_ENTRIES, MAX_FIELDS
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
+from millstream.redis_client.formats import entry_rate
 from tests.support.clocks import ManualClock
 from tests.support.commandline import PROGRAM, call, ended, environment, run, running
 from tests.support.memory import relieved_once_refused
@@ -127,6 +128,36 @@ def test_one_entry_is_published_from_fields_on_the_command_line(client: Client) 
     assert done.out.startswith(f"1 entry ({len(b''.join(expected))} bytes) published to s in ")
     assert call("publish", "s", "n=1", "--in", "1h", "--json", url=client.url).json()["delay_ms"] == 3_600_000
     assert len(entries(client)) == 1
+
+
+def test_the_ids_of_the_published_entries_are_printed(client: Client, tmp_path: Path) -> None:
+    path = tmp_path / "some.csv"
+    path.write_text("n\n" + "1\n" * (2 * BATCH_ENTRIES + 1))
+
+    def published(*words: str) -> tuple[list[str], str, dict[str, str | None]]:
+        """The ids in the stream after a call, the end of its line, and the ids that it prints as JSON the next time."""
+        client.execute("DEL", "s")
+        line = call("publish", "s", *words, url=client.url).out.rstrip("\n")
+        ids = [entry_id.decode() for entry_id, _ in client.execute("XRANGE", "s", "-", "+")]
+        return ids, line.partition("/s")[2], call("publish", "s", *words, "--json", url=client.url).json()
+
+    (only,), end, as_json = published("n=1")
+    assert end == f"; id {only}"
+    assert as_json["first_id"] == as_json["last_id"] == client.execute("XREVRANGE", "s", "+", "-")[0][0].decode()
+    ids, end, as_json = published(str(path))
+    assert end == f"; ids {ids[0]} to {ids[-1]}"
+    stored = client.execute("XRANGE", "s", "-", "+")[len(ids) :]
+    assert (as_json["first_id"], as_json["last_id"]) == (stored[0][0].decode(), stored[-1][0].decode())
+    ids, end, as_json = published("n=1", "--in", "1h")
+    assert (ids, end, as_json["first_id"], as_json["last_id"]) == ([], "", None, None)
+    path.write_text("n\n")
+    ids, end, as_json = published(str(path))
+    assert (ids, end, as_json["first_id"], as_json["last_id"]) == ([], "", None, None)
+
+
+@pytest.mark.parametrize(("per_s", "text"), [(0.4, "0 entries/s"), (1.4, "1 entry/s"), (1_234.0, "1,234 entries/s")])
+def test_a_rate_has_its_noun_in_singular_or_plural(per_s: float, text: str) -> None:
+    assert entry_rate(per_s) == text
 
 
 @pytest.mark.parametrize(

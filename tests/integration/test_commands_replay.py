@@ -183,7 +183,7 @@ def test_two_versions_are_compared_and_a_difference_is_code_1(replays: Replays) 
         '- 3-1 done  state {"n": 6}  output {"n": "6"}',
         '+ 3-1 done  state {"n": 5}  output {"n": "5"}',
     ]
-    assert "1 differ, the first at 3-1" in shown.err
+    assert "1 differs, the first at 3-1" in shown.err
     lines = replays(old, "total", "ann", "--code", new, "--json").json_lines()
     assert [one["differs"] for one in lines if one["event"] == "message"] == [False, False, True]
     assert (lines[-1]["differing"], lines[-1]["first_difference"]) == (1, "3-1")

@@ -157,6 +157,16 @@ def test_the_error_names_settings_that_spark_cannot_start_with(
     assert message in error
 
 
+def test_a_run_says_which_handler_has_a_pattern_that_matches_no_stream(millstream_url: str, tmp_path: Path) -> None:
+    (tmp_path / "matcher.py").write_text(SLEEPER.replace('"in", key="k"', 'pattern="none:*"'))
+    done = run(
+        "run", str(tmp_path / "matcher.py"), "--once", "--url", millstream_url, "--checkpoint", str(tmp_path / "c")
+    )
+    assert done.code == 0, done.err
+    line = "handler app.nap: no stream matches 'none:*' yet; it processes nothing"
+    assert [line for line in done.err.splitlines() if "matches" in line] == [line]
+
+
 def lacking(page: str) -> list[str]:
     """What the run has done, and its page of metrics does not have."""
     behind = (

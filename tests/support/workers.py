@@ -25,6 +25,7 @@ from millstream.redis_client.replies import time_us_of
 from millstream.worker import HandlerSteps, ReadingLoop, WorkerPolicy
 from millstream.worker.breaker import HandlerBreaker
 from millstream.worker.context import WorkerContext
+from millstream.worker.fetch_outage import FetchOutage
 from millstream.worker.in_flight import InFlight
 from millstream.worker.loop_metrics import LoopMetrics
 from tests.support.clocks import LeapClock
@@ -137,12 +138,13 @@ def make_context(
     client: Client, handler: Handler, *, in_flight: InFlight | None = None, clock: Clock = SYSTEM_CLOCK
 ) -> WorkerContext:
     """What the parts of a worker share, for a part that a test runs by itself."""
+    loop_metrics = LoopMetrics(handler.label, time_limit_ms=handler.time_limit_ms)
     return WorkerContext(
         handler=handler,
         steps=HandlerSteps(handler),
         in_flight=InFlight(WorkerPolicy(), 1) if in_flight is None else in_flight,  # an empty one is false
         clock=clock,
-        loop_metrics=LoopMetrics(handler.label, time_limit_ms=handler.time_limit_ms),
+        loop_metrics=loop_metrics,
         policy=WorkerPolicy(),
         consumer="w",
         start="earliest",
@@ -154,6 +156,7 @@ def make_context(
         traceback_of_run=lambda delivery: None,
         breaker=HandlerBreaker(handler, "w"),
         give_up=lambda: False,
+        fetch_outage=FetchOutage(handler.label, loop_metrics, clock),
     )
 
 

@@ -1,10 +1,11 @@
 """Apps and handlers: a mistake in the app file is one clear line that says what to change."""
 
+import functools
 import importlib
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,38 @@ def takes_number(amount: int) -> None:
     """Takes a field where it can take the whole message."""
 
 
+def takes_number_and_mapping(amount: int, rest: dict[str, str]) -> None:
+    """Takes two things that are no models."""
+
+
+def takes_order_and_mapping(order: Order, rest: dict[str, str]) -> None:
+    """Has an annotation that nothing fills."""
+
+
+def takes_order_and_rest(order: Order, rest) -> None:  # type: ignore[no-untyped-def]
+    """Has a parameter without an annotation."""
+
+
+async def yields_outputs(order: Order) -> AsyncIterator[dict[str, str]]:
+    """Would return an iterator that no engine reads."""
+    yield {}
+
+
+class MakesAnObject:
+    """Would be called for each message, and process none."""
+
+    def __init__(self, order: Order) -> None: ...
+
+
+class Callables:
+    """An object that can be called, and one of its methods."""
+
+    def __call__(self, order: Order) -> None: ...
+
+    def method(self, order: Order) -> None:
+        """A well-formed handler."""
+
+
 async def async_key(message: Message) -> str:
     """A key function that cannot be used."""
     return ""
@@ -107,7 +140,15 @@ MISTAKES: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] 
     (takes_state, ("a",), {"key": "customer", "state_ttl_ms": 0}, "a whole number of milliseconds from 1 to"),
     (takes_state, ("a",), {"key": "customer", "state_ttl_ms": 1.5}, "a whole number of milliseconds from 1 to"),
     (takes_state, ("a",), {"key": "customer", "state_ttl_ms": True}, "a whole number of milliseconds from 1 to"),
-    (takes_two_models, ("a",), {}, "parameter 'other' must be annotated"),
+    (takes_two_models, ("a",), {}, "parameter 'other' must be annotated, not with"),
+    (takes_order_and_mapping, ("a",), {}, "parameter 'rest' must be annotated, not with dict[str, str]: use a model"),
+    (takes_order_and_rest, ("a",), {}, "parameter 'rest' must be annotated: use a model"),
+    (takes_number_and_mapping, ("a",), {}, "parameter 'amount': int is not a model; use a dataclass"),
+    (MakesAnObject, ("a",), {}, "handler 'MakesAnObject' is a class: write a function with def"),
+    (yields_outputs, ("a",), {}, "handler 'yields_outputs' is an async generator: return its outputs as a list"),
+    (functools.partial(takes_order), ("a",), {}, "has no name: write a function with def that calls it"),
+    (functools.partial(takes_order), ("a",), {"name": "h"}, "cannot be read: functools.partial("),
+    (Callables(), ("a",), {"name": "h"}, "class, method, or function; write a function with def that calls it"),
     (takes_nothing, ("a",), {}, "must take the message"),
     (takes_only_state, ("a",), {"key": "customer"}, "must take the message"),
     (takes_unknown, ("a",), {}, "annotations cannot be read: name 'Missing'"),
@@ -139,6 +180,24 @@ def test_a_mistake_in_a_handler_is_one_line_that_says_what_to_change(
         App("app").handler(*streams, **options)(function)
     assert reason in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_what_is_no_function_is_refused_by_its_value() -> None:
+    app: Any = App("app")
+    for register, kind in (
+        (app.handler("a"), "handler"),
+        (app.stage("a"), "stage"),
+        (app.every("5m", stream="a"), "schedule"),
+    ):
+        with pytest.raises(ConfigError, match=f"^42 is not a function; a {kind} is a function, with @app"):
+            register(42)
+
+
+def test_a_bound_method_and_a_partial_with_the_names_of_its_function_are_handlers() -> None:
+    app = App("app")
+    app.handler("a")(Callables().method)
+    app.handler("a")(functools.update_wrapper(functools.partial(takes_order), takes_order))
+    assert [one.arguments for one in app.handlers.values()] == [(("order", "model"),)] * 2
 
 
 def test_a_bare_decorator_is_explained() -> None:
@@ -223,6 +282,15 @@ def test_a_mistake_in_an_app_file_is_one_clear_line(tmp_path: Path, text: str, r
     with pytest.raises(ConfigError, match=reason) as caught:
         load_app(str(tmp_path / f"{name}.py:app"))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("target", ["", ":app", "./shop:app", "..shop"])
+def test_what_names_neither_a_file_nor_a_module_is_refused_with_what_to_give(target: str) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"names neither a file nor a module: give path/to/file\.py:app, or module:app from its folder$",
+    ):
+        load_app(target)
 
 
 def test_a_missing_file_or_module_is_one_clear_line(tmp_path: Path) -> None:

@@ -251,11 +251,16 @@ def generator() -> Any:
     yield {}
 
 
+async def async_generator() -> Any:
+    yield {}
+
+
 @pytest.mark.parametrize(
     ("function", "match"),
     [
         (coroutine, "neither async nor a generator"),
         (generator, "neither async"),
+        (async_generator, "neither async"),
         (lambda *, time: None, "by position"),
         (lambda a, b: None, "it has 2 parameters"),
     ],

@@ -50,6 +50,11 @@ async def never(rows: Any) -> Any:
     """A stage cannot be async."""
 
 
+async def yields(rows: Any) -> Any:
+    """Nor can it yield."""
+    yield rows
+
+
 def handle(message: Message) -> None:
     """A handler without outputs."""
 
@@ -66,6 +71,7 @@ def handle(message: Message) -> None:
         (("orders", "payments"), {}, one, "has 2 inputs: give it a parameter for the DataFrame of each"),
         (("orders",), {}, two, "has 1 input"),
         (("orders",), {}, never, "must be a plain function"),
+        (("orders",), {}, yields, "must be a plain function"),
         ((Rows("orders", pattern="o*"),), {}, one, "each input is a stream's name, or Rows"),
         ((Rows(),), {}, one, "each input is a stream's name, or Rows"),
         ((7,), {}, one, "each input is a stream's name, or Rows"),

@@ -13,7 +13,9 @@ from millstream.redis_client.client import Client
 MOST_LETTERS = 5_000
 """So many dead letters of a handler, the first ones, are put in groups."""
 
-_NUMBER = re.compile(r"\d+")
+# What a name has, such as that of an encoding, is no number of the message: those in the texts of Python and millstream.
+_NAMES_WITH_NUMBERS = r"\b(?:utf-?(?:8|16|32)|iso[ -]?(?:8601|8859-\d+)|base64|ipv[46])\b"
+_NUMBER = re.compile(rf"({_NAMES_WITH_NUMBERS})|0x[0-9a-f]+|\d+(?:\.\d+)*", re.IGNORECASE)
 _FINGERPRINT_CHARS = 200
 
 
@@ -51,7 +53,7 @@ class FoundLetters(NamedTuple):
 def fingerprint_of(entry: DeadLetterEntry) -> str:
     """The first line of the error of a dead letter, its numbers replaced by `N`."""
     error = entry.letter.error if entry.letter else entry.problem
-    return _NUMBER.sub("N", error.partition("\n")[0])[:_FINGERPRINT_CHARS]
+    return _NUMBER.sub(lambda found: found[1] or "N", error.partition("\n")[0])[:_FINGERPRINT_CHARS]
 
 
 def find_letters(

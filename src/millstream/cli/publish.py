@@ -23,7 +23,7 @@ from millstream.producer.bulk import Publisher
 from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import escape
-from millstream.redis_client.formats import format_size, join_words, pluralize
+from millstream.redis_client.formats import entry_rate, format_size, join_words, pluralize
 
 
 class Format(StrEnum):
@@ -75,13 +75,25 @@ def publish(
     client.close()  # not in a `with`: an interrupt must not wait for a batch in progress
     seconds = time.monotonic() - began
     rate_reached = publisher.entries / seconds
+    # A delayed message gets the id of its entry when it is moved to the stream.
+    first, last = ("", "") if delay else (publisher.first_id, publisher.last_id)
     if as_json:
         figures = {"entries": publisher.entries, "bytes": count, "seconds": round(seconds, 3)}
-        print_json({"stream": stream, **figures, "rate": round(rate_reached, 1), "delay_ms": delay.ms})
+        found = {"first_id": first or None, "last_id": last or None}
+        print_json({"stream": stream, **figures, "rate": round(rate_reached, 1), "delay_ms": delay.ms, **found})
     else:
         what = pluralize(publisher.entries, "entry", "entries")
         where = f"published to {stream}" + (f", due in {delay}," if delay else "")
-        print_line(f"{what} ({format_size(count)}) {where} in {seconds:.1f} s: {rate_reached:,.0f} entries/s")
+        print_line(
+            f"{what} ({format_size(count)}) {where} in {seconds:.1f} s: {entry_rate(rate_reached)}{_ids(first, last)}"
+        )
+
+
+def _ids(first: str, last: str) -> str:
+    """The ids of the published entries, as the end of a line; "" without any."""
+    if not first:
+        return ""
+    return f"; id {first}" if first == last else f"; ids {first} to {last}"
 
 
 def _fields_of(words: Sequence[str]) -> dict[bytes, bytes] | None:
@@ -183,6 +195,6 @@ def _figures(publisher: Publisher) -> Callable[[], str]:
 
     def text() -> str:
         rate = publisher.entries / max(time.monotonic() - began, 0.001)
-        return f"{publisher.entries:,} entries  {rate:,.0f} entries/s"
+        return f"{pluralize(publisher.entries, 'entry', 'entries')}  {entry_rate(rate)}"
 
     return text

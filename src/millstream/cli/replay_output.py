@@ -119,7 +119,8 @@ class ReplayOutput:
             self._print_json({"event": "end", **counts, **(more if self._compared else {})})
         elif self.messages:
             results = ", ".join(f"{count:,} {_NAMES.get(name, name)}" for name, count in self._results.items())
-            differing = f"; {self.differing:,} differ, the first at {self._first_difference}" if self.differing else ""
+            verb = "differs" if self.differing == 1 else "differ"
+            differing = f"; {self.differing:,} {verb}, the first at {self._first_difference}" if self.differing else ""
             same = "; both versions agree" if self._compared and not self.differing else ""
             self._message(f"{pluralize(self.messages, 'message')} of {escape(self._key)}: {results}{differing}{same}")
             self._message(_UNSIMULATED)

@@ -25,6 +25,7 @@ from millstream.cli.metrics_option import new_recorder, serve_metrics
 from millstream.cli.options import Json, MetricsAddress, Url, duration
 from millstream.cli.signals import orderly_stop
 from millstream.cli.terminal import has_message_format, print_message, with_time
+from millstream.cli.unmatched_patterns import unmatched_patterns_shown
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import ConfigError, PipelineFailed, SessionEnded, install_hint
 from millstream.observability.dead_letter_alerts import DeadLetterAlerts
@@ -32,7 +33,7 @@ from millstream.observability.health import Health
 from millstream.observability.metrics import Metrics, Recorder
 from millstream.redis_client import DEFAULT_URL
 from millstream.redis_client.escaping import escape_line
-from millstream.redis_client.formats import pluralize
+from millstream.redis_client.formats import entry_rate, pluralize
 from millstream.redis_client.redaction import redact_text
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ class Progress:
         total = self._total
         left = f"  {lag / rate:,.0f} s left" if lag and rate > 0 else ""
         return (
-            f"{rate:,.0f} entries/s  lag {'not known yet' if lag is None else format(lag, ',')}  "
+            f"{entry_rate(rate)}  lag {'not known yet' if lag is None else format(lag, ',')}  "
             f"{pluralize(total['batches'], 'batch', 'batches')}  {_processed(total):,} processed  "
             f"{pluralize(total['dead'], 'dead letter')}  {pluralize(total['retries'], 'retry', 'retries')}{left}"
         )
@@ -240,13 +241,13 @@ def run(
         read_from=read_from,
         fail_on_data_loss=not allow_data_loss,
     )
-    _prepare(app, url)
-    code = (app_folder(target), py_files or ())
+    code = _prepare(app, url, target, py_files or ())
     with (
         orderly_stop() as stopping,
         Progress(app.name, as_json=as_json) as progress,
         _serve_run(metrics_address, url, app, progress) as (recorder, on_watch),
         DeadLetterAlerts(alert_url or None, alert_command or None) as alerts,
+        unmatched_patterns_shown(url, [*app.handlers.values()], stopping, once=once),
     ):
         on_event = _on_event(app, progress, alerts, recorder)
         supervise = partial(Supervisor, on_event=on_event, on_watch=on_watch, stopping=stopping, version=__version__)
@@ -268,11 +269,13 @@ def _start_mode(*, from_committed: bool, reprocess: bool) -> Literal["resume", "
     return "from-committed" if from_committed else "reprocess" if reprocess else "resume"
 
 
-def _prepare(app: App, url: str) -> None:
+def _prepare(app: App, url: str, target: str, py_files: Sequence[str]) -> tuple[Path, Sequence[str]]:
+    """Check the app before Spark starts; return its folder and the other files that executors get."""
     from millstream.spark.run.early_checks import check_early
 
     check_early(app, url)
     os.environ["MILLSTREAM_URL"] = url  # the default Redis of the streams that a stage itself reads and writes
+    return app_folder(target), py_files
 
 
 def _load(target: str, only: Sequence[str], py_files: Sequence[str]) -> App:

@@ -3,7 +3,7 @@
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -24,9 +24,11 @@ from millstream.cli.metrics_option import new_recorder, print_started, serve_met
 from millstream.cli.options import Json, MetricsAddress, Url, duration
 from millstream.cli.signals import orderly_stop
 from millstream.cli.terminal import print_json, print_message, with_time
+from millstream.cli.unmatched_patterns import unmatched_patterns_shown
 from millstream.cli.worker_child import WorkerJob
 from millstream.cli.worker_once import stopped_when_drained
 from millstream.delivery.running_code import code_of
+from millstream.handlers.handler import Handler
 from millstream.observability.dead_letter_alerts import DeadLetterAlerts
 from millstream.observability.metrics import Recorder
 from millstream.redis_client import DEFAULT_URL
@@ -124,7 +126,7 @@ def worker(
         with orderly_stop(at_second=supervisor.kill) as stopping:
             client.retry_while_unavailable(lambda: names.acquire(processes), what=app.name, give_up=stopping.is_set)
             _warn(app, client)
-            with stopped_when_drained(url, handlers, stopping, once=once), lines.shown(app.name, processes, metrics):
+            with _watched(url, handlers, stopping, once=once), lines.shown(app.name, processes, metrics):
                 supervisor.run(stopping)
 
 
@@ -139,6 +141,16 @@ def _warn(app: App, client: Client) -> None:
     warn_of_data_loss(client)
     if app.stages:
         print_message(f"not run: the stages {', '.join(app.stages)} need Spark; use `millstream run`")
+
+
+@contextmanager
+def _watched(url: str, handlers: Sequence[Handler], stopping: threading.Event, *, once: bool) -> Iterator[None]:
+    """Watch the streams of the handlers beside the block: whether any is there, and with `once` whether all is processed."""
+    with (
+        stopped_when_drained(url, handlers, stopping, once=once),
+        unmatched_patterns_shown(url, handlers, stopping, once=once),
+    ):
+        yield
 
 
 def _program(target: str, settings: WorkerSettings, reports: bool, launch: Launch) -> Program:

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from millstream.demo.audit import KEYS
 from millstream.demo.report import Sample
 from millstream.redis_client.client import Client, raise_if_error
-from millstream.redis_client.formats import pluralize
+from millstream.redis_client.formats import entry_rate, pluralize
 
 _WINDOW_S = 5.0
 _LINE_EVERY_S = 3.0
@@ -92,6 +92,6 @@ class ProgressView:
             f"  {(self._total - progress.done) / rate:,.0f} s left" if rate > 0 and batches >= _ESTIMATE_AFTER else ""
         )
         return (
-            f"{rate:,.0f} entries/s  lag {progress.published - progress.done:,}  {pluralize(batches, 'batch', 'batches')}  "
-            f"{progress.dead:,} dead letters{left}"
+            f"{entry_rate(rate)}  lag {progress.published - progress.done:,}  {pluralize(batches, 'batch', 'batches')}  "
+            f"{pluralize(progress.dead, 'dead letter')}{left}"
         )

@@ -70,6 +70,7 @@ _MAX_BATCH = 1_000
 _MAX_TIME_LIMIT_MS = 7 * 86_400_000
 _MAX_STATE_TTL_MS = 3_650 * 86_400_000
 _MAX_WAIT_MS = 60_000
+_DECORATORS = {"handler": 'handler("stream")', "stage": 'stage("stream")', "schedule": 'every("5m", stream="stream")'}
 _OF_KEYS = {"park": "parks keys", "cancel": "cancels the rest of keys"}
 
 
@@ -230,9 +231,12 @@ def compile_handler(
     app: str, function: Callable[..., Any], streams: tuple[str, ...], options: Mapping[str, Any]
 ) -> Handler:
     """Check and compile a handler once, before any message. Raises ConfigError with one line on what to change."""
-    name = str(options.get("name") or getattr(function, "__name__", ""))
-    check_identifier("handler name", name)
+    name = name_of_function("handler", function, options.get("name"))
     where = f"handler {name!r}"
+    if isinstance(function, type):  # a call of it would only make an object, for each message
+        raise ConfigError(f"{where} is a class: write a function with def, or register a method of an object")
+    if inspect.isasyncgenfunction(function):
+        raise ConfigError(f"{where} is an async generator: return its outputs as a list, instead of yielding them")
     for unknown in options.keys() - set(OPTIONS):
         hint = did_you_mean(unknown, OPTIONS, f"known options: {', '.join(OPTIONS)}")
         raise ConfigError(f"{where}: unknown option {unknown!r}; {hint}")
@@ -242,8 +246,6 @@ def compile_handler(
     options = with_limit(where, options, in_batches=in_batches, model=model)
     _check_batches(where, in_batches, options)
     _check_partitions(where, streams, options)
-    if model is not None:
-        _check_model(f"{where}: parameter {next(name for name, source in arguments if source == 'model')!r}", model)
     key = options.get("key")
     if isinstance(key, str) and model is not None and key not in wire_types(model):
         names = list(wire_types(model))
@@ -264,6 +266,28 @@ def compile_handler(
         is_async=inspect.iscoroutinefunction(function),
         **{**options, **upcasts, "name": name},
     )
+
+
+def name_of_function(kind: str, function: object, name: object) -> str:
+    """Return the name that a function is registered under: `name`, or its own. Raises ConfigError if it has none, or is
+    no function.
+
+    `kind`: what it is to be, as in `App.handler`, for the error text
+    """
+    if not callable(function):
+        raise ConfigError(
+            f"{function!r} is not a function; a {kind} is a function, with @app.{_DECORATORS[kind]} above it"
+        )
+    own = name or getattr(function, "__name__", "")
+    if not own:
+        raise ConfigError(f"{function!r} has no name: write a function with def that calls it")
+    return check_identifier(f"{kind} name", str(own))
+
+
+def is_plain(function: Callable[..., Any]) -> bool:
+    """Return whether a call of it runs it: it is neither async nor a generator."""
+    kinds = inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
+    return not any(is_one(function) for is_one in kinds)
 
 
 def _check_model(where: str, model: type) -> None:
@@ -429,7 +453,8 @@ def _arguments(where: str, function: Callable[..., Any]) -> tuple[tuple[tuple[st
         hints = typing.get_type_hints(function)
         parameters = inspect.signature(function).parameters
     except (NameError, TypeError, ValueError) as error:
-        raise ConfigError(f"{where}: its annotations cannot be read: {error}") from error
+        advice = "" if inspect.isroutine(function) else "; write a function with def that calls it"
+        raise ConfigError(f"{where}: its annotations cannot be read: {str(error).rstrip('.')}{advice}") from error
     found: list[tuple[str, Source]] = []
     model: type | None = None
     lists = 0
@@ -445,12 +470,14 @@ def _arguments(where: str, function: Callable[..., Any]) -> tuple[tuple[tuple[st
         elif hint is State:
             found.append((name, "state"))
         elif isinstance(hint, type) and model is None:
+            _check_model(f"{where}: parameter {name!r}", hint)
             found.append((name, "model"))
             model = hint
         else:
+            wrong = "" if hint is None else f", not with {inspect.formatannotation(hint)}"
             raise ConfigError(
-                f"{where}: parameter {name!r} must be annotated: a model (dataclass, msgspec.Struct, TypedDict or "
-                "pydantic model; one at the most), Message or State, or a list of models or of Message"
+                f"{where}: parameter {name!r} must be annotated{wrong}: use a model (dataclass, msgspec.Struct, TypedDict "
+                "or pydantic model; one at the most), Message or State, or a list of models or of Message"
             )
     if not any(source in ("message", "model") for _, source in found):
         raise ConfigError(f"{where} must take the message: def {function.__name__}(message: Message) or a typed model")

@@ -7,7 +7,8 @@ from typing import Any, Literal, get_args
 
 from millstream.errors import ConfigError
 from millstream.handlers.firing_times import FiringTimes, parse_firing_times
-from millstream.redis_client.key_names import check_identifier, check_stream, is_pattern
+from millstream.handlers.handler import is_plain, name_of_function
+from millstream.redis_client.key_names import check_stream, is_pattern
 
 Missed = Literal["once", "all", "skip"]
 
@@ -51,7 +52,7 @@ def compile_schedule(
     name: str | None,
 ) -> Schedule:
     """Check a schedule once, when its app is loaded. Raises ConfigError with one line on what to change."""
-    own = check_identifier("schedule name", str(name or getattr(function, "__name__", "")))
+    own = name_of_function("schedule", function, name)
     where = f"schedule {own!r}"
     if not isinstance(stream, str) or not stream or is_pattern(stream):
         raise ConfigError(f'{where}: stream must be the name of one stream, as in stream="reports"')
@@ -75,7 +76,7 @@ def compile_schedule(
 
 def _takes_time(where: str, function: Callable[..., Any]) -> bool:
     """Return whether the function takes one argument. Raises ConfigError if it is no plain function of none or one."""
-    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+    if not is_plain(function):
         raise ConfigError(
             f"{where}: its function must be a plain one that returns a message, neither async nor a generator"
         )

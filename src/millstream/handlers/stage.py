@@ -11,8 +11,7 @@ from typing import Any, TypedDict
 
 from millstream.errors import ConfigError, did_you_mean
 from millstream.handlers.decoding import wire_types
-from millstream.handlers.handler import Handler, check_streams
-from millstream.redis_client.key_names import check_identifier
+from millstream.handlers.handler import Handler, check_streams, is_plain, name_of_function
 
 
 class StageOptions(TypedDict, total=False):
@@ -97,7 +96,7 @@ def compile_stage(
     handlers: Mapping[str, Handler],
 ) -> Stage:
     """Check a stage once, when its app is loaded. Raises ConfigError with one line on what to change."""
-    name = check_identifier("stage name", str(options.get("name") or getattr(function, "__name__", "")))
+    name = name_of_function("stage", function, options.get("name"))
     where = f"stage {name!r}"
     for unknown in options.keys() - set(OPTIONS):
         hint = did_you_mean(unknown, OPTIONS, f"known options: {', '.join(OPTIONS)}")
@@ -154,7 +153,7 @@ def _output(where: str, function: Callable[..., Any], handlers: Mapping[str, Han
 
 
 def _check_function(where: str, function: Callable[..., Any], count: int) -> None:
-    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+    if not is_plain(function):
         raise ConfigError(f"{where} must be a plain function: it is called once, to describe a query")
     try:
         inspect.signature(function).bind(*range(count))

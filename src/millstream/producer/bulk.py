@@ -24,7 +24,8 @@ class Publisher:
     * `rate`: most entries a second; None = no limit
     * `patience_ms`: how long a batch waits while Redis is unavailable or out of memory, in milliseconds; then it raises
 
-    `entries` counts the entries that Redis has confirmed. Leaving the context sends the buffered ones, unless an
+    `entries` counts the entries that Redis has confirmed; `first_id` and `last_id` are the ids of the first and the last of
+    them, "" without any, and those of delayed messages with a delay. Leaving the context sends the buffered ones, unless an
     exception is under way. Not thread-safe. After a RedisError it must not be used any more: whether the last batch was
     written may be unknown. Raises ConfigError for invalid options.
     """
@@ -43,6 +44,7 @@ class Publisher:
         if maxlen and delay_ms:
             raise ConfigError("delayed entries do not trim the stream: leave out maxlen, or the delay")
         self.entries = 0
+        self.first_id = self.last_id = ""
         self._session = ProducerSession(client, stream, token=new_token(), maxlen=maxlen, patience_ms=patience_ms)
         self._options = PublishOptions(delay_ms=delay_ms)
         self._rate = rate
@@ -104,7 +106,9 @@ class Publisher:
         self._sender.submit(batch)
 
     def _send(self, batch: Batch) -> None:
-        self._session.send(batch, self._options)
+        ids = self._session.send(batch, self._options)
+        self.first_id = self.first_id or ids.partition(b" ")[0].decode()
+        self.last_id = ids.rpartition(b" ")[2].decode()
         self.entries += batch.entries
 
 

@@ -6,7 +6,6 @@ repeating it is safe (`Client.retry_while_unavailable`).
 """
 
 import functools
-import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
@@ -23,7 +22,6 @@ from redis.exceptions import AskError, MovedError, NoScriptError, SlotNotCovered
 
 from millstream.clock import SYSTEM_CLOCK, Backoff, Clock, Every
 from millstream.errors import (
-    UNREACHABLE_HINT,
     AccessDenied,
     ConfigError,
     MillstreamError,
@@ -44,6 +42,7 @@ from millstream.redis_client.error_translation import (
     wrong_type_error,
 )
 from millstream.redis_client.key_names import PREFIX, from_wire
+from millstream.redis_client.outages import Outages
 from millstream.redis_client.redaction import redact_url, register_secrets
 from millstream.redis_client.resp import (
     Arg,
@@ -59,8 +58,6 @@ from millstream.redis_client.resp import (
 )
 from millstream.redis_client.scripts import Script, with_texts
 from millstream.redis_client.urls import Shard, url_of_node
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -95,6 +92,7 @@ class Client:
         self.url = url
         self.timeout_ms = timeout_ms
         self._clock = clock
+        self._outages = Outages(clock)
         self._lock = threading.RLock()
         self._connections: dict[int, tuple[ConnectionPool, Any]] = {}
         self._cached_route: _Route | None = None
@@ -382,29 +380,34 @@ class Client:
         """Run `operation` until Redis answers. It must be idempotent.
 
         Waits with back-off (50 ms to 1 s) while Redis is Unavailable, and logs the start of the outage, its duration
-        every five seconds, and its end. After `limit_ms` milliseconds, or once `give_up` returns True, the last error
-        is raised.
+        every five seconds, and its end: once for all threads that wait for the same `what`. After `limit_ms`
+        milliseconds, or once `give_up` returns True, the last error is raised.
         """
         began = self._clock.monotonic_ms()
-        backoff, next_log_ms = Backoff(50, 1_000), 0.0
-        while True:
-            try:
-                result = operation()
-            except Unavailable as error:
-                waited_ms = self._clock.monotonic_ms() - began
-                if give_up() or (limit_ms is not None and waited_ms >= limit_ms):
-                    raise
-                if waited_ms >= next_log_ms:
-                    hint = UNREACHABLE_HINT if error.unreachable and not next_log_ms else ""
-                    shown = f"{error}{hint}"
-                    logger.warning("Redis is unavailable: %s; %s waits, %.0f s so far", shown, what, waited_ms / 1000)
-                    next_log_ms = waited_ms + 5000
-                self._clock.sleep_ms(backoff.next_ms())
-            else:
-                if next_log_ms:
+        backoff, is_waiting, is_answered = Backoff(50, 1_000), False, False
+        try:
+            while True:
+                try:
+                    result = operation()
+                except Unavailable as error:
                     waited_ms = self._clock.monotonic_ms() - began
-                    logger.warning("%s resumes: Redis is available again after %.1f s", what, waited_ms / 1000)
-                return result
+                    if give_up() or (limit_ms is not None and waited_ms >= limit_ms):
+                        raise
+                    if not is_waiting:
+                        is_waiting = True
+                        self._outages.begin(what, began)
+                    self._outages.log(what, error)
+                    self._clock.sleep_ms(backoff.next_ms())
+                else:
+                    is_answered = True
+                    return result
+        finally:
+            if is_waiting:
+                self._outages.end(what, is_answered=is_answered)
+
+    def is_awaited_by(self, what: str) -> bool:
+        """Return whether a thread waits in `retry_while_unavailable` for this `what`, which the log has then."""
+        return what in self._outages
 
     # Internals
 

@@ -53,6 +53,11 @@ def pluralize(number: int, thing: str, things: str = "") -> str:
     return f"{number:,} {thing if number == 1 else things or thing + 's'}"
 
 
+def entry_rate(per_s: float) -> str:
+    """Entries per second, as a whole number: `1 entry/s`, `2 entries/s`."""
+    return f"{pluralize(round(per_s), 'entry', 'entries')}/s"
+
+
 def join_words(words: Sequence[str], conjunction: str) -> str:
     """Return words as a sentence lists them, like "a, b or c"."""
     *some, last = words

@@ -11,6 +11,7 @@ from millstream.handlers.handler import Handler
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
 from millstream.worker.breaker import HandlerBreaker
+from millstream.worker.fetch_outage import FetchOutage
 from millstream.worker.handler_steps import HandlerSteps
 from millstream.worker.in_flight import InFlight
 from millstream.worker.loop_metrics import LoopMetrics
@@ -27,6 +28,7 @@ class WorkerContext:
     * `traceback_of_run`: returns where the handler is in its run of an entry, if that is known
     * `breaker`: the handler's breaker in this process
     * `give_up`: returns True when waiting for Redis is pointless, as the stop deadline has passed
+    * `fetch_outage`: whether Redis refuses the fetches
     """
 
     handler: Handler
@@ -45,6 +47,7 @@ class WorkerContext:
     traceback_of_run: Callable[[Delivery], TracebackType | None]
     breaker: HandlerBreaker
     give_up: Callable[[], bool]
+    fetch_outage: FetchOutage
 
     def keys_of(self, stream: str) -> HandlerKeys:
         """Return the names of the handler's keys on a stream."""

@@ -34,7 +34,7 @@ from millstream.observability.metrics import NO_METRICS, Metrics
 from millstream.redis_client.client import Client
 from millstream.worker.breaker import HandlerBreaker
 from millstream.worker.context import WorkerContext
-from millstream.worker.fetching.fetch_outage import FetchOutage
+from millstream.worker.fetch_outage import FetchOutage
 from millstream.worker.handler_steps import HandlerSteps, MakeHandlerSteps
 from millstream.worker.in_flight import InFlight
 from millstream.worker.incarnations import Incarnation
@@ -103,6 +103,7 @@ class ReadingLoop:
         self._policy = policy = policy or WorkerPolicy()
         self.loop_metrics.set_run_limit(_run_limit_of(handler, policy))
         self._clock = clock
+        self._fetch_outage = FetchOutage(handler.label, self.loop_metrics, clock)
         self._steps = steps(handler)
         # A blocking read keeps its connection busy, so it has a connection of its own.
         self._client = Client(url, clock=clock)
@@ -151,6 +152,7 @@ class ReadingLoop:
             traceback_of_run=self._runner.traceback_of_run,
             give_up=self._is_past_deadline,
             breaker=HandlerBreaker(self.handler, consumer),
+            fetch_outage=self._fetch_outage,
         )
 
     def _make_runner(self) -> Runner:
@@ -311,7 +313,7 @@ class ReadingLoop:
 
     def _run_fetcher(self) -> None:
         """Fetch new entries while there is room for them."""
-        backoff, outage = Backoff(*_WAITS_MS), FetchOutage(self.handler.label, self.loop_metrics, self._clock)
+        backoff, outage = Backoff(*_WAITS_MS), self._fetch_outage
         while not self._stopping.is_set():
             self._runner.notify()
             if self._ordering.maintenance.reread_pending.is_set():

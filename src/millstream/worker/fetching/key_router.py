@@ -47,7 +47,7 @@ class KeyRouter:
         self._check_all_due_ms = 0.0
         self._poll_due_ms = 0.0
         self._poll_wait = PollWait(min(self._policy.sweep_ms, ROLE_MS / 3))
-        self._failures = 0
+        self._failures, self._is_refusal_logged = 0, False
         self.streams: dict[str, KeyedStream] = {}
         """Streams to route, each on a connection for routing; other threads add and remove some."""
 
@@ -74,7 +74,8 @@ class KeyRouter:
                 mine = self._owned_streams()
                 due = self._due_streams(mine)
                 self._route_all(due)
-                self._failures = 0
+                if due or not mine:  # after a refusal nothing is due, until the next poll has found new entries again
+                    self._on_routed()
                 self._warn_full(due)
                 not_full = [one for one in mine if one.stream not in self._full]
                 if not self._with_new:
@@ -96,10 +97,19 @@ class KeyRouter:
             self._role.release()
 
     def _log_unavailable(self, error: Unavailable) -> None:
-        """Warn once it has lasted. Other parts log that Redis is unavailable, but not that it refuses these reads."""
+        """Warn once it has lasted, unless the log has an outage of the handler already, which another part waits for."""
         self._failures += 1
-        level = logging.WARNING if self._failures == _WARN_AFTER_FAILURES else logging.DEBUG
-        logger.log(level, "cannot enqueue new entries: %s; retrying", error)
+        context, label = self._context, self._context.handler.label
+        is_due = self._failures >= _WARN_AFTER_FAILURES and not self._is_refusal_logged
+        if is_due and not (context.client.is_awaited_by(label) or context.fetch_outage.is_logged):
+            self._is_refusal_logged = True
+            logger.warning("%s cannot enqueue new entries: %s; retrying", label, error)
+        else:
+            logger.debug("%s cannot enqueue new entries: %s; retrying", label, error)
+
+    def _on_routed(self) -> None:
+        """Note that Redis has answered."""
+        self._failures, self._is_refusal_logged = 0, False
 
     def _route_all(self, due: Sequence[KeyedStream]) -> None:
         """Route new entries of each stream; then raise the error of those that failed, perhaps of one server only."""

@@ -68,7 +68,7 @@ class TrackedKeyRouter(KeyRouter):
             try:
                 self._collect(stopping)
                 self._route_batch()
-                self._failures = 0
+                self._on_routed()
             except Unavailable as error:
                 if self._role is not None:
                     self._role.make_due()

@@ -10,7 +10,7 @@ logger = logging.getLogger(__name__)
 
 
 class FetchOutage:
-    """The time between a fetch that Redis refused and the next that it answers. Used by one thread."""
+    """The time between a fetch that Redis refused and the next that it answers. Used by the fetcher, but for `is_logged`."""
 
     def __init__(self, label: str, loop_metrics: LoopMetrics, clock: Clock) -> None:
         self._label = label
@@ -18,6 +18,11 @@ class FetchOutage:
         self._clock = clock
         self._since_ms: float | None = None
         self._is_short_of_memory = False
+
+    @property
+    def is_logged(self) -> bool:
+        """Whether the log has it, and not yet its end."""
+        return self._is_short_of_memory
 
     def on_refused(self, error: Unavailable) -> None:
         """Note that a fetch was refused."""
