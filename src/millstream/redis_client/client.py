@@ -98,8 +98,7 @@ class Client:
         self._cached_route: _Route | None = None
         self._sent: tuple[SentCall[Any], Any] | None = None
         self._unread = False
-        """From before a command is sent until its reply is read, and on if an exception comes between: later commands
-        would take the reply for theirs."""
+        """From before a command is sent until its reply is read; if an exception comes between, a later one would get it."""
         self._uncovered = Every(_UNCOVERED_MS)
 
     def __repr__(self) -> str:
