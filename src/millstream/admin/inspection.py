@@ -371,9 +371,11 @@ class _Meta:
     stored_format: int | None = None
 
     @property
-    def committed(self) -> int:
-        """Its messages that are done: the counter has the entries, also those that are for another handler alone."""
-        return self.counters["committed"] - self.counters["skipped"]
+    def totals(self) -> dict[str, int]:
+        """The totals of a report. The counter `committed` has also the entries that are for another handler alone."""
+        committed = self.counters["committed"] - self.counters["skipped"]
+        kept = {name: self.counters[name] for name in ("written", "dead", "refused")}
+        return {**kept, "committed": committed, "processed": max(0, committed - kept["dead"])}
 
     @classmethod
     def read(
@@ -507,9 +509,7 @@ def _handler_reports(
             problem=meta.problem or _problem_of(keys.stream, types.get(keys.stream)),
             stream_type=types.get(keys.stream, "stream"),
             stored_format=meta.stored_format,
-            committed=meta.committed,
-            processed=max(0, meta.committed - meta.counters["dead"]),
-            **{name: meta.counters[name] for name in ("written", "dead", "refused")},
+            **meta.totals,
         )
 
 

@@ -34,9 +34,9 @@ from millstream.redis_client.call import Call, SentCall
 from millstream.redis_client.deployments import _Route, _SingleNodeRoute, open_connection, parse_route
 from millstream.redis_client.error_translation import (
     REDIS_ERRORS,
+    breaks_connection,
     denies_key,
     keys_of,
-    lacks_credentials,
     translate,
     with_denied_keys,
     wrong_type_error,
@@ -499,13 +499,8 @@ class Client:
     def _read(connection: Any) -> Reply:
         try:
             return connection.read_response(disable_decoding=True)
-        except redis.exceptions.ConnectionError as error:
-            # redis-py's ConnectionError includes LOADING and the like, which are replies and not broken connections.
-            if isinstance(error, (redis.exceptions.BusyLoadingError, redis.exceptions.AuthenticationError)):
-                return error
-            raise
-        except redis.exceptions.ResponseError as error:
-            if lacks_credentials(str(error)):  # no other command gets a reply
+        except (redis.exceptions.ConnectionError, redis.exceptions.ResponseError) as error:
+            if breaks_connection(error):
                 raise
             return error
 

@@ -136,7 +136,17 @@ def denies_key(text: str) -> bool:
     return any(words in text for words in _KEY_DENIED)
 
 
-def lacks_credentials(text: str) -> bool:
+def breaks_connection(error: Exception) -> bool:
+    """Whether no reply comes after this error.
+
+    redis-py's ConnectionError includes LOADING and the like, which are replies and not broken connections.
+    """
+    if isinstance(error, redis.exceptions.ConnectionError):
+        return not isinstance(error, (redis.exceptions.BusyLoadingError, redis.exceptions.AuthenticationError))
+    return _lacks_credentials(str(error))
+
+
+def _lacks_credentials(text: str) -> bool:
     """Whether Redis answers with this error, and closes the connection, as its client has given no credentials."""
     return text.startswith(_UNAUTHENTICATED)
 
@@ -164,8 +174,8 @@ def _of_connection(error: Exception, text: str, where: str) -> RedisError | None
     """An error of the connection or the whole server; None if it concerns the command only."""
     if isinstance(error, redis.exceptions.InvalidResponse):
         return Unavailable(f"the server at {where} is not Redis ({redact_text(text)}); check host and port")
-    if isinstance(error, redis.exceptions.AuthenticationError) or lacks_credentials(text):
-        why = _NO_AUTH if lacks_credentials(text) else text
+    if isinstance(error, redis.exceptions.AuthenticationError) or _lacks_credentials(text):
+        why = _NO_AUTH if _lacks_credentials(text) else text
         refused = f"{where} refuses the credentials ({why}); check user and password in the URL"
         return AccessDenied(refused, concerns_credentials=True)
     if isinstance(error, redis.exceptions.OutOfMemoryError):
