@@ -185,8 +185,17 @@ def test_ctrl_c_stops_a_worker_and_a_second_signal_does_not_wait(client: Client,
         )
         worker.send_signal(signal.SIGINT)
         eventually(lambda: _released(client) == 1, "the stop to begin")
+        assert worker.stderr is not None
+        shown = b""
+        while b"stopping: waiting up to " not in shown:
+            shown = worker.stderr.readline()
+            assert shown, "the worker to say that it waits, and for how long"
         assert worker.poll() is None
-        assert end(worker, signal.SIGINT).code == 130
+        result = end(worker, signal.SIGINT)
+        assert result.code == 130
+        assert (
+            "worker processes killed: second signal; other workers process their running messages again" in result.err
+        )
     assert (_pending(client), _released(client)) == (2, 1)
 
 

@@ -57,6 +57,7 @@ _STDERR = 2
 _DRAIN_PIPE_MS = 5_000.0
 _LAST_REPORT_S = 1.0
 _LAST_CALLS_S = 2.0
+_QUIET_STOP_MS = 1_000.0
 _SLACK_MS = 5_000.0
 _WAITS_MS = (100.0, 5_000.0)
 _STEADY_MS = 10_000.0
@@ -396,11 +397,22 @@ class Supervisor:
         running = [(child, child.process) for child in self._children if child.process is not None]
         for _, process in running:
             _order_stop(process)
-        deadline_ms = self._clock.monotonic_ms() + self._stop_ms + _SLACK_MS
-        while any(process.poll() is None for _, process in running) and self._clock.monotonic_ms() < deadline_ms:
+        began_ms, is_logged = self._clock.monotonic_ms(), False
+        while any(process.poll() is None for _, process in running):
+            waited_ms = self._clock.monotonic_ms() - began_ms
+            if waited_ms >= self._stop_ms + _SLACK_MS:
+                break
+            if waited_ms >= _QUIET_STOP_MS and not (is_logged or self._is_killed):
+                is_logged = True
+                seconds = self._stop_ms / 1000
+                logger.warning(
+                    "stopping: waiting up to %.0f s for running messages; a second signal ends them", seconds
+                )
             self._clock.sleep_ms(1000 * _TICK_S)
         for child, process in running:
             self._finish_stop(child, process)
+        if self._is_killed:
+            logger.warning("worker processes killed: second signal; other workers process their running messages again")
 
     def _finish_stop(self, child: _Child, process: subprocess.Popen[bytes]) -> None:
         """Record how a process that had to stop has ended, and read its last reports; kill it if it has not ended."""
