@@ -187,7 +187,7 @@ def test_ctrl_c_stops_a_worker_and_a_second_signal_does_not_wait(client: Client,
         eventually(lambda: _released(client) == 1, "the stop to begin")
         assert worker.stderr is not None
         shown = b""
-        while b"stopping: waiting up to " not in shown:
+        while b"stopping: worker processes have " not in shown:
             shown = worker.stderr.readline()
             assert shown, "the worker to say that it waits, and for how long"
         assert worker.poll() is None

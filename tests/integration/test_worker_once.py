@@ -138,6 +138,18 @@ def test_messages_of_a_handler_that_no_worker_has_joined_yet_are_to_be_done(clie
     assert [watch.check(), watch.check()] == [False, False]
 
 
+def test_a_nacked_message_is_to_be_done(client: Client) -> None:
+    stream = ReliableStream(client, "a", app="app", handler="a", consumer="w")
+    stream.join()
+    watch = DrainWatch(client, [handler("a")])
+    client.execute("XADD", "a", "*", "n", 1)
+    (pending,) = stream.fetch(count=1)
+    stream.nack([pending.id])
+    assert [watch.check(), watch.check()] == [False, False]
+    client.execute("XGROUP", "DELCONSUMER", "a", stream.group, "waiting")  # which acknowledges it
+    assert [watch.check(), watch.check()] == [False, True]
+
+
 def test_a_message_that_passes_between_two_looks_is_noticed(client: Client) -> None:
     streams = {name: ReliableStream(client, name, app="app", handler=name, consumer="w") for name in ("a", "b")}
     for stream in streams.values():

@@ -32,8 +32,8 @@ class ReaderReport:
       streams. `lag_min`, `lag_avg`, `lag_max`: the same per stream
     * `largest_lags`: the streams with the largest lags, and these, up to twenty
     * `oldest_age_ms`: age of the first uncommitted entry
-    * `pending`: entries in flight, in key queues, or deferred by Spark; `in_flight`: those of them that workers have; None
-      if unknown, as for stages and groups
+    * `pending`: entries in flight, nacked, in key queues, or deferred by Spark; `in_flight`: those of them that workers
+      have; None if unknown, as for stages and groups
     * `parked`, `backing_off`: parked keys, and keys that wait for the next attempt: both are stuck
     * `blocked`: keys whose first message is retried without end, whether they back off or run again just now
     * `dead_letters`: dead letters in Redis

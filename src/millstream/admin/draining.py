@@ -53,4 +53,6 @@ class DrainWatch:
 def _is_drained(one: HandlerFigures) -> bool:
     if one.in_flight or one.keys["leased"]:
         return False
-    return one.paused > 0 or not (one.unread or one.awaiting or one.keys["ready"] or one.keys["backing_off"])
+    return one.paused > 0 or not (
+        one.unread or one.nacked or one.awaiting or one.keys["ready"] or one.keys["backing_off"]
+    )

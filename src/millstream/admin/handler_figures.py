@@ -40,8 +40,9 @@ class HandlerFigures(msgspec.Struct, kw_only=True):
     """The figures of one handler, summed up over the streams that were read.
 
     * `streams`, `paused`, `paused_by_breaker`: the number of its streams, and of those on which it is paused
-    * `waiting`: messages that are not committed: unread, in key queues or in flight; a lower bound if `is_partial`
-    * `in_flight`: those of them that workers have; `unread`: those that its group has not delivered yet
+    * `waiting`: messages that are not committed: unread, nacked, in key queues or in flight; a lower bound if `is_partial`
+    * `in_flight`: those of them that workers have; `unread`: those that its group has not delivered yet; `nacked`: those
+      that a worker of a handler without a key has released
     * `oldest_ms`: age of the oldest of them, in milliseconds; None if there is none
     * `dead_letters`: dead letters by reason, one of REASONS
     * `delayed`: delayed messages
@@ -59,6 +60,7 @@ class HandlerFigures(msgspec.Struct, kw_only=True):
     is_partial: bool = False
     in_flight: int = 0
     unread: int = 0
+    nacked: int = 0
     oldest_ms: int | None = None
     dead_letters: Counter[str] = msgspec.field(default_factory=Counter)
     delayed: int = 0
@@ -131,6 +133,7 @@ def add_figures(
         figures.waiting += (one.lag.count or 0) + one.pending_count
         figures.is_partial |= one.lag.is_partial
         figures.in_flight += one.pending_count - one.queued_count
+        figures.nacked += 0 if one.has_keys else one.queued_count
         figures.unread += max(one.lag.count or 0, one.lag.is_partial)
         figures.delivered ^= hash((one.keys.stream, one.group.get(b"last-delivered-id")))
         figures.delayed += one.delayed

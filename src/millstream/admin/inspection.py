@@ -345,7 +345,7 @@ def _lag_of(
 class _Workers:
     """The group of a handler, its first pending entry, and how many of its pending entries workers have.
 
-    The others wait in key queues, or are deferred by Spark.
+    The others were nacked, wait in key queues, or are deferred by Spark.
     """
 
     group: GroupReport

@@ -62,8 +62,8 @@ class HandlerReport(msgspec.Struct, frozen=True, kw_only=True):
     * `lag`: uncommitted entries; None if unknown. A lower bound unless `lag_exact`
     * `oldest_age_ms`: age of the first uncommitted entry
     * `consumers`: number of live workers, or runs on Spark; `workers`: their names
-    * `pending`: entries that workers have, that wait in key queues, or that are deferred by Spark; `in_flight`: those that
-      workers have
+    * `pending`: entries that workers have, that were nacked, that wait in key queues, or that are deferred by Spark;
+      `in_flight`: those that workers have
     * `oldest_pending_age_ms`: age of the first pending entry
     * `processed`, `dead`: totals of messages that were processed, and that became dead letters; `committed`: both
     * `written`, `refused`: totals of written outputs, and of commits refused because another run had made them

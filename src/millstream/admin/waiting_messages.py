@@ -27,7 +27,7 @@ class Waiting:
 
 
 class WaitingMessages:
-    """Reads how many messages of `handlers` an engine could process: unread, in key queues or in flight.
+    """Reads how many messages of `handlers` an engine could process: unread, nacked, in key queues or in flight.
 
     Those of keys that are parked or back off are not among them: no engine would run them now. A key backs off before a
     retry, and while it waits for its handler's limit or for more messages of a list.

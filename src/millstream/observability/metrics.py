@@ -144,7 +144,7 @@ LAST_POLL = _gauge(
 LAG = _gauge(
     "lag_messages",
     "messages",
-    "Messages that are not committed: unread, in key queues or in flight; a lower bound if they had to be counted.",
+    "Messages that are not committed: unread, nacked, in key queues or in flight; a lower bound if they had to be counted.",
     "handler",
 )
 OLDEST_MESSAGE = _gauge(

@@ -406,7 +406,7 @@ class Supervisor:
                 is_logged = True
                 seconds = self._stop_ms / 1000
                 logger.warning(
-                    "stopping: waiting up to %.0f s for running messages; a second signal ends them", seconds
+                    "stopping: worker processes have %.0f s for running messages; a second signal kills them", seconds
                 )
             self._clock.sleep_ms(1000 * _TICK_S)
         for child, process in running:

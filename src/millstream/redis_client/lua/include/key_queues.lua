@@ -9,7 +9,7 @@ local BASE = string.sub(KEYS[1], 1, -5) -- without 'meta'
 local OWNERS, LEASES, READY = BASE .. 'owners', BASE .. 'leases', BASE .. 'ready'
 local BACKOFF, PARKED, NOTIFY = BASE .. 'backoff', BASE .. 'parked', BASE .. 'notify'
 local CANCELED = BASE .. 'canceled' -- hash: queues whose entries become dead letters without a run; see cancellation
-local WAITING = 'waiting' -- the consumer of the entries that no worker has leased
+local WAITING = 'waiting' -- the consumer of the entries that no worker has: in key queues and not leased, or nacked
 local MAX_NOTIFIED, MAX_UNPACK = 16, 1000
 
 local function queue_of(name)
