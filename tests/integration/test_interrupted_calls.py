@@ -1,5 +1,6 @@
 """Calls of a client that an exception from outside ends: Ctrl-C in a notebook, a time limit that a signal ends."""
 
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -167,3 +168,17 @@ def test_a_sent_call_whose_reply_was_not_read_is_unavailable_and_never_a_good_re
             steps += 1
         assert 0 < results < steps
     assert isinstance(SentCall(call, lambda sent: None).result(), Unavailable)
+
+
+def test_an_interruption_leaves_no_exception_that_later_ones_would_have_as_their_context() -> None:
+    def action() -> None:
+        try:
+            raise ValueError
+        except ValueError:
+            pass
+
+    steps = 0
+    while interrupt(action, steps, opcodes_of_functions("action")):
+        assert sys.exc_info()[1] is None, f"interrupted at step {steps}"
+        steps += 1
+    assert steps > 5

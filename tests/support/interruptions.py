@@ -34,10 +34,15 @@ def interrupt(action: Callable[[], object], at: int, is_step: IsStep) -> bool:
     sys._getframe().f_trace_opcodes = True  # Python 3.12 traces instructions only if a frame asked for that before
     sys.settrace(trace)
     try:
-        with suppress(Interruption):
-            action()
-    finally:
-        sys.settrace(before)
+        raise Interruption
+    except Interruption:
+        # The end of this block restores what Python handles as an exception. An interruption between the last instructions
+        # of an `except` block within the action leaves its exception there, as the context of all later ones.
+        try:
+            with suppress(Interruption):
+                action()
+        finally:
+            sys.settrace(before)
     return left < 0
 
 
