@@ -418,6 +418,7 @@ def begun_run(client: Client, handler: Handler) -> tuple[Delivery, ClaimRenewer 
     """The run of a worker's only message, which has begun; and what gives it up, or commits it."""
     context = make_context(client, handler)
     publish_key(client, "A")
+    made: tuple[ClaimRenewer | KeyLeaseRenewer, Committer]
     if handler.key is None:
         stream = ReliableStream(client, "in", app="app", handler="handle", consumer="w")
         stream.join()

@@ -127,5 +127,5 @@ class ClaimRenewer:
             stream.end_isolation([delivery])
             stream.nack([delivery.id])
             self._loop_metrics.count_retried(1)
-            self._steps.log_failure(delivery, outcome)
+            self._timed_out.log_failure(delivery, outcome)
         self._in_flight.remove([delivery])

@@ -99,5 +99,5 @@ class KeyLeaseRenewer:
             lease.stream.release_leases([LeaseRelease(lease, "hold", reason, delivery.attempt, error)])
             self._loop_metrics.count_parked(1)
         if isinstance(outcome, (RetryLater, Parked)):  # after the loss of the lease each message of a list runs alone
-            self._steps.log_failure(delivery, outcome)
+            self._timed_out.log_failure(delivery, outcome)
         self._in_flight.give_up(lease)
