@@ -7,11 +7,13 @@ import pytest
 
 from millstream import Retry
 from millstream.admin.key_queues import skip
+from millstream.delivery.effects import Effects
 from millstream.delivery.keyed_stream import KeyedStream, KeyLease
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.handlers.attempt import DeadLettered, Outcome, Parked, RetryLater
 from millstream.redis_client.client import Client
 from millstream.worker.context import WorkerContext
+from millstream.worker.handler_steps import HandlerSteps
 from millstream.worker.settling.claim_renewal import ClaimRenewer
 from millstream.worker.settling.committer import Committer
 from millstream.worker.settling.key_committer import KeyCommitter
@@ -156,6 +158,25 @@ def test_a_run_that_fails_after_it_was_given_up_is_not_logged_again(
     committer.settle([(found, outcome)])
     (line,) = lines(caplog)
     assert LIMIT in line
+
+
+def test_a_run_that_is_given_up_while_its_dead_letter_is_made_is_not_logged_again(
+    client: Client, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, context, committer = fetched(client, time_limit_ms=600_000)
+    assert context.in_flight.start(found[0], 0.0)
+    renewer, make_letter = ClaimRenewer(context, {}, release=lambda released: None), HandlerSteps.dead_letter
+
+    def given_up_before(steps: HandlerSteps, delivery: Delivery, dead: DeadLettered) -> Effects:
+        renewer.give_up(delivery)
+        return make_letter(steps, delivery, dead)
+
+    monkeypatch.setattr(HandlerSteps, "dead_letter", given_up_before)
+    committer.settle([(found, DEAD)])
+    committer.finish()
+    (line,) = lines(caplog)
+    assert LIMIT in line
+    assert client.execute("EXISTS", KEYS.dead_letters) == 0
 
 
 @pytest.mark.parametrize("outcome", [RETRY, DEAD, PARKED])
