@@ -11,10 +11,10 @@ import pytest
 
 from millstream import App, Message, Retry
 from millstream.admin.key_queues import KeyQueue, list_queues, skip, unpark
-from millstream.delivery.keyed_stream import KeyLease, lease_of, queue_of_key
-from millstream.delivery.reliable_stream import Delivery
+from millstream.delivery.keyed_stream import RELEASE_LEASES, KeyLease, lease_of, queue_of_key
+from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.errors import HandlerStuck, OutOfMemory, Unavailable
-from millstream.handlers.attempt import DeadLettered
+from millstream.handlers.attempt import NO_EFFECTS, DeadLettered
 from millstream.handlers.handler import Handler
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
@@ -24,6 +24,9 @@ from millstream.worker import EmbeddedWorker, ReadingLoop
 from millstream.worker.ordering.by_key import ByKey
 from millstream.worker.process.worker_process import WorkerProcess, WorkerSettings
 from millstream.worker.running.poison_isolation import ProcessIsolation
+from millstream.worker.settling.claim_renewal import ClaimRenewer
+from millstream.worker.settling.committer import Committer
+from millstream.worker.settling.key_committer import KeyCommitter
 from millstream.worker.settling.key_lease_renewal import KeyLeaseRenewer
 from millstream.worker.settling.lease_watchdog import LeaseWatchdog
 from millstream.worker.settling.timed_out_attempts import TimedOutAttempts
@@ -409,3 +412,48 @@ def test_a_dead_letter_that_redis_had_no_memory_for_is_not_counted_if_the_lease_
     attempts.write_dead_letter(run, effects)
     assert [one.reason for one in dead(client)] == ["skipped"]
     assert worker.context.loop_metrics.dead == 0
+
+
+def begun_run(client: Client, handler: Handler) -> tuple[Delivery, ClaimRenewer | KeyLeaseRenewer, Committer]:
+    """The run of a worker's only message, which has begun; and what gives it up, or commits it."""
+    context = make_context(client, handler)
+    publish_key(client, "A")
+    made: tuple[ClaimRenewer | KeyLeaseRenewer, Committer]
+    if handler.key is None:
+        stream = ReliableStream(client, "in", app="app", handler="handle", consumer="w")
+        stream.join()
+        (run,) = stream.fetch(count=1)
+        context.in_flight.add([run], 0.0)
+        made = ClaimRenewer(context, {"in": stream}, release=lambda _: None), Committer(context, release=lambda _: None)
+    else:
+        keys = keyed(client, "w")
+        keys.enqueue_new(count=10, max_pending=MANY)
+        lease = lease_one(keys)
+        (run,) = lease.entries
+        lease.last_run = run
+        context.in_flight.add_leases([lease], 0.0)
+        committer = KeyCommitter(context, release=lambda _: None, on_lease_end=lambda _: None)
+        made = KeyLeaseRenewer(context), committer
+    assert context.in_flight.start(run, 0.0)
+    return run, *made
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"key": "k"}, {"key": "k", "retry": Retry(attempts=1, then="park")}], ids=["no key", "key", "park"]
+)
+def test_a_run_that_ends_well_while_it_cannot_be_given_up_leaves_no_count_of_a_failed_attempt(
+    client: Client, proxy: Proxy, options: dict[str, Any]
+) -> None:
+    with Client(proxy.url) as through:
+        run, renewer, committer = begun_run(through, make(double, **options))
+        name, argument = ("EVALSHA", "hold") if "retry" in options else ("HSET", KEYS.crashes)
+        client.execute("SCRIPT", "LOAD", RELEASE_LEASES.text)
+        proxy.cut_after(name, containing=argument)
+        with pytest.raises(Unavailable):
+            renewer.give_up(run)
+        assert client.execute("HGET", KEYS.crashes, "1-0f") == b"1"
+        run.finished = True
+        committer.settle([((run,), NO_EFFECTS)])
+        committer.finish()
+    assert client.execute("HGET", KEYS.meta, "committed") == b"1"
+    assert client.execute("HGETALL", KEYS.crashes) == []

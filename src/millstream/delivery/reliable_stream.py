@@ -69,7 +69,7 @@ class Delivery:
     * `isolated_by`: the isolation mark under which this process runs it in isolation; "" if it does not
     * `attempt_ms`: duration of the last attempt
     * `lease`: for a handler with a key, the key lease under which it was claimed
-    * `has_waited`: it has waited for newer code or for its limit, and no attempt has failed
+    * `has_waited`: it has waited for newer code or for its limit, and no attempt has failed; or its run is being given up
     * `asks`: it asks for a permit, and its run begins after that
     """
 

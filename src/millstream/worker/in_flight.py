@@ -48,6 +48,8 @@ class InFlight:
         self.leases: set[KeyLease] = set()
         self.given_up: set[KeyLease] = set()
         """Leases of runs that were given up: see `give_up`."""
+        self.logged: set[Delivery] = set()
+        """Entries of runs that were given up, whose failed attempts are logged: how these runs end later is not."""
         self.returned: SimpleQueue[tuple[str, int]] = SimpleQueue()
         """How many entries of a stream went back to their key queues before they had begun: they are leased again."""
         self._by_ref: dict[tuple[str, bytes], Delivery] = {}

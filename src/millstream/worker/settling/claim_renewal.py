@@ -118,6 +118,7 @@ class ClaimRenewer:
     def give_up(self, delivery: Delivery) -> None:
         """See Renewer. The process releases its other entries when it ends."""
         stream, outcome = delivery.stream, self._timed_out.outcome_of(delivery)
+        delivery.has_waited = True  # if Redis fails between two steps and the run ends, its commit clears the counts
         if isinstance(outcome, DeadLettered):
             self._timed_out.write_dead_letter(delivery, self._steps.dead_letter(delivery, outcome))
         elif outcome is not None:
@@ -126,5 +127,5 @@ class ClaimRenewer:
             stream.end_isolation([delivery])
             stream.nack([delivery.id])
             self._loop_metrics.count_retried(1)
-            self._steps.log_failure(delivery, outcome)
+            self._timed_out.log_failure(delivery, outcome)
         self._in_flight.remove([delivery])

@@ -14,7 +14,7 @@ from millstream.delivery.commit_store import may_repeat
 from millstream.delivery.effects import Effects, U, Unit, are_ids, chunk_by_size, last_ids_of
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.errors import OutOfMemory, RedisError
-from millstream.handlers.attempt import NO_EFFECTS, DeadLettered, Done, RetryLater
+from millstream.handlers.attempt import NO_EFFECTS, DeadLettered, Done, Outcome, RetryLater
 from millstream.handlers.dead_letter import Reason, reason_of
 from millstream.redis_client.call import SentCall
 from millstream.redis_client.key_names import REDRIVE_FIELD, from_wire
@@ -112,7 +112,7 @@ class Committer:
                 # The entry was given up, or lost to another worker, while it ran; the rest of its batch is run again.
                 rest = _unstarted(one for one in deliveries if one not in lost)
                 self._in_flight.buffer_again(rest, now_ms)
-                self._steps.log_dropped(delivery, outcome, LOST)
+                self._log_dropped(delivery, outcome, LOST)
             elif isinstance(outcome, Done):
                 processed += len(deliveries)
                 commits[delivery.stream].append((deliveries, self._unit_of(deliveries, outcome)))
@@ -144,6 +144,11 @@ class Committer:
         if held_back:
             self._release(held_back)
         self._loop_metrics.on_runs_settled(len(settled) - unanswered)
+
+    def _log_dropped(self, delivery: Delivery, outcome: Outcome, why: str) -> None:
+        """Log a failed attempt without consequences, unless its run was given up: that has recorded and logged it."""
+        if delivery not in self._in_flight.logged:
+            self._steps.log_dropped(delivery, outcome, why)
 
     def _unit_of(self, deliveries: Sequence[Delivery], done: Done) -> Unit:
         delivery = deliveries[0]
@@ -281,7 +286,7 @@ class Committer:
         for batch, one in some if refused_ids else ():
             if id(one) in refused_ids:
                 for letter in _dead_letters([(batch, one)]):
-                    self._steps.log_dropped(batch[0], _outcome_of(letter), LOST)
+                    self._log_dropped(batch[0], _outcome_of(letter), LOST)
                 if len(batch) > 1:
                     self._rerun_owned(stream, batch)
         self._loop_metrics.on_runs_settled(commit.runs)

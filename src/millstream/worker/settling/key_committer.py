@@ -328,7 +328,7 @@ class KeyCommitter(Committer):
         self._halted.discard(lease)
         self._postponed_runs.pop(lease, None)
         for delivery, result in runs:
-            self._steps.log_dropped(delivery, result, why)
+            self._log_dropped(delivery, result, why)
         return self._in_flight.remove_lease(lease)
 
     def _drop_lost(self, lease: KeyLease, runs: Runs) -> None:

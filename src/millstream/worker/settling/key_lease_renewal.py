@@ -83,6 +83,7 @@ class KeyLeaseRenewer:
         lease = lease_of(delivery)
         outcome = self._timed_out.outcome_of(delivery)
         assert outcome is not None
+        delivery.has_waited = True  # if Redis fails between two steps and the run ends, its commit clears the counts
         # Until its attempt is recorded the lease is like any other: renewed, and ended with the process in an outage.
         if isinstance(outcome, DeadLettered):
             self._timed_out.write_dead_letter(delivery, self._steps.commit_key(lease, [(delivery, outcome)]))
@@ -98,5 +99,5 @@ class KeyLeaseRenewer:
             lease.stream.release_leases([LeaseRelease(lease, "hold", reason, delivery.attempt, error)])
             self._loop_metrics.count_parked(1)
         if isinstance(outcome, (RetryLater, Parked)):  # after the loss of the lease each message of a list runs alone
-            self._steps.log_failure(delivery, outcome)
+            self._timed_out.log_failure(delivery, outcome)
         self._in_flight.give_up(lease)

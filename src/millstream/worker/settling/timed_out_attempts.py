@@ -3,7 +3,7 @@
 from millstream.delivery.effects import Effects
 from millstream.delivery.reliable_stream import Delivery
 from millstream.errors import OutOfMemory, Unavailable
-from millstream.handlers.attempt import Outcome, timed_out
+from millstream.handlers.attempt import Outcome, Parked, RetryLater, timed_out
 from millstream.handlers.dead_letter import reason_of
 from millstream.worker.context import WorkerContext
 
@@ -42,4 +42,17 @@ class TimedOutAttempts:
             loop_metrics, letters = self._context.loop_metrics, effects.dead_letters
             avoided = effects.count_unblocked() if delivery.lease is not None else 0
             loop_metrics.count_committed([delivery], list(map(reason_of, letters)), 0.0, head_of_line_avoided=avoided)
+            self._note_logged(delivery)
             self._context.steps.failures.dead_lettered(letters)
+
+    def log_failure(self, delivery: Delivery, outcome: RetryLater | Parked) -> None:
+        """Log the failed attempt of a run that is given up, once it is recorded."""
+        self._note_logged(delivery)
+        self._context.steps.log_failure(delivery, outcome)
+
+    def _note_logged(self, delivery: Delivery) -> None:
+        """Note it before the entry leaves flight: from then on the committer drops how the run ends."""
+        entries = [delivery]
+        if delivery.lease is not None and delivery.in_batch:  # a list of its key, whose run any of its messages may end
+            entries += [one for one in delivery.lease.entries if one.in_batch and one.running and not one.finished]
+        self._context.in_flight.logged.update(entries)
