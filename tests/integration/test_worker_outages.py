@@ -15,6 +15,7 @@ from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.worker.context import WorkerContext
 from millstream.worker.fetching.key_router import KeyRouter
+from millstream.worker.loop import ReadingLoop
 from tests.support.clocks import ManualClock
 from tests.support.waiting import FAIL_SAFE_S, eventually
 from tests.support.workers import QUICK, double, fill_at_maxmemory, make, make_context
@@ -193,3 +194,17 @@ def test_an_outage_lasts_until_the_last_thread_goes_on_and_one_that_gives_up_end
         with pytest.raises(Unavailable):
             client.retry_while_unavailable(lambda: client.execute("PING"), what="bank.notify", give_up=gives_up.is_set)
         assert len(lines.warnings()) == 2
+
+
+def test_a_stop_while_redis_is_away_logs_no_end_of_the_outage(lines: Lines) -> None:
+    class StoppingClock(ManualClock):
+        def sleep_ms(self, duration_ms: float) -> None:
+            loop.stop()
+
+    with EmbeddedServer() as server:
+        loop = ReadingLoop(make(double), server.url, consumer="w1", clock=StoppingClock())
+        server.kill()
+        loop._retry_while_unavailable(lambda: loop._client.execute("PING"))
+    (line,) = lines.warnings()
+    assert line.startswith("Redis is unavailable: ")
+    assert line.endswith("; app.handle waits, 0 s so far")
