@@ -208,3 +208,19 @@ def test_a_stop_while_redis_is_away_logs_no_end_of_the_outage(lines: Lines) -> N
     (line,) = lines.warnings()
     assert line.startswith("Redis is unavailable: ")
     assert line.endswith("; app.handle waits, 0 s so far")
+
+
+def test_only_a_fetch_that_is_refused_for_lack_of_memory_makes_a_worker_short_of_it_until_one_is_answered(
+    context: WorkerContext, lines: Lines
+) -> None:
+    outage = context.fetch_outage
+    outage.on_refused(Unavailable("away"))
+    assert not outage.is_short_of_memory
+    assert lines.warnings() == []
+    outage.on_refused(OutOfMemory("full"))
+    assert outage.is_short_of_memory
+    outage.on_fetched()
+    assert not outage.is_short_of_memory
+    (begin, end) = lines.warnings()
+    assert begin.startswith("app.handle cannot fetch messages: full")
+    assert end.startswith("app.handle resumes: Redis answers its fetches again after ")
