@@ -3,18 +3,19 @@
 import logging
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import pytest
 
 from millstream.clock import SYSTEM_CLOCK
 from millstream.delivery.keyed_stream import KeyedStream
-from millstream.errors import OutOfMemory, Unavailable
+from millstream.errors import MillstreamError, OutOfMemory, StaleOwner, Unavailable
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.worker.context import WorkerContext
 from millstream.worker.fetching.key_router import KeyRouter
+from millstream.worker.loop import ReadingLoop
 from tests.support.clocks import ManualClock
 from tests.support.waiting import FAIL_SAFE_S, eventually
 from tests.support.workers import QUICK, double, fill_at_maxmemory, make, make_context
@@ -193,3 +194,77 @@ def test_an_outage_lasts_until_the_last_thread_goes_on_and_one_that_gives_up_end
         with pytest.raises(Unavailable):
             client.retry_while_unavailable(lambda: client.execute("PING"), what="bank.notify", give_up=gives_up.is_set)
         assert len(lines.warnings()) == 2
+
+
+def test_a_stop_while_redis_is_away_logs_no_end_of_the_outage(lines: Lines) -> None:
+    class StoppingClock(ManualClock):
+        def sleep_ms(self, duration_ms: float) -> None:
+            loop.stop()
+
+    with EmbeddedServer() as server:
+        loop = ReadingLoop(make(double), server.url, consumer="w1", clock=StoppingClock())
+        server.kill()
+        loop._retry_while_unavailable(lambda: loop._client.execute("PING"))
+    (line,) = lines.warnings()
+    assert line.startswith("Redis is unavailable: ")
+    assert line.endswith("; app.handle waits, 0 s so far")
+
+
+def test_only_a_fetch_that_is_refused_for_lack_of_memory_makes_a_worker_short_of_it_until_one_is_answered(
+    context: WorkerContext, lines: Lines
+) -> None:
+    outage = context.fetch_outage
+    outage.on_refused(Unavailable("away"))
+    assert not outage.is_short_of_memory
+    assert lines.warnings() == []
+    outage.on_refused(OutOfMemory("full"))
+    assert outage.is_short_of_memory
+    outage.on_fetched()
+    assert not outage.is_short_of_memory
+    (begin, end) = lines.warnings()
+    assert begin.startswith("app.handle cannot fetch messages: full")
+    assert end.startswith("app.handle resumes: Redis answers its fetches again after ")
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "is_over"),
+    [
+        (None, StaleOwner("taken over"), True),
+        (StaleOwner("taken over"), None, True),
+        (StaleOwner("taken over"), StaleOwner("taken over"), False),
+        (None, Unavailable("away"), False),
+    ],
+)
+def test_the_end_of_an_outage_is_logged_if_a_thread_was_answered_though_the_last_one_fails_unless_it_gives_up(
+    client: Client, lines: Lines, first: MillstreamError | None, last: MillstreamError | None, is_over: bool
+) -> None:
+    gives_up = threading.Event()
+    goes_on = {"first": threading.Event(), "last": threading.Event()}
+    results = {"first": first, "last": last}
+
+    def wait(name: str) -> None:
+        def ask() -> None:
+            if not goes_on[name].is_set():
+                raise Unavailable("away")
+            if (error := results[name]) is not None:
+                raise error
+            waiting_client.execute("PING")
+
+        with suppress(MillstreamError):
+            waiting_client.retry_while_unavailable(ask, what="bank.notify", give_up=gives_up.is_set)
+
+    with Client(client.url, clock=StandingClock()) as waiting_client:
+        threads = {name: threading.Thread(target=wait, args=(name,)) for name in goes_on}
+        for number, thread in enumerate(threads.values(), 1):
+            thread.start()
+            eventually(lambda: waiting_client.is_awaited_by("bank.notify"), "a thread that waits")
+            eventually(lambda: waiting_client._outages._outages["bank.notify"].waiting == number, "each thread")  # noqa: B023
+        goes_on["first"].set()
+        threads["first"].join(FAIL_SAFE_S)
+        if isinstance(last, Unavailable):
+            gives_up.set()
+        goes_on["last"].set()
+        threads["last"].join(FAIL_SAFE_S)
+        assert not waiting_client.is_awaited_by("bank.notify")
+    ends = ["bank.notify resumes: Redis is available again after 0.0 s"] if is_over else []
+    assert lines.warnings() == ["Redis is unavailable: away; bank.notify waits, 0 s so far", *ends]

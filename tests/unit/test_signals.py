@@ -35,6 +35,14 @@ def test_the_second_signal_calls_its_function_and_the_former_handler_is_restored
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_a_stop_says_whether_a_signal_has_come_also_after_it_was_set() -> None:
+    with orderly_stop() as stopping:
+        stopping.set()
+        assert not stopping.is_signalled
+        os.kill(os.getpid(), signal.SIGTERM)
+        eventually(lambda: stopping.is_signalled)
+
+
 def test_an_event_is_set_a_moment_after_the_signal() -> None:
     event = threading.Event()
     set_from_signal(event)

@@ -55,17 +55,27 @@ def interrupted_at_signals() -> Iterator[list[int]]:
         yield received
 
 
+class OrderlyStop(threading.Event):
+    """Set when the command is to stop: by a signal, or by the command itself, as all is done.
+
+    * `is_signalled`: whether a signal has come, also after the event was set
+    """
+
+    is_signalled = False
+
+
 @contextmanager
-def orderly_stop(at_second: Callable[[], None] = lambda: None) -> Iterator[threading.Event]:
+def orderly_stop(at_second: Callable[[], None] = lambda: None) -> Iterator[OrderlyStop]:
     """An event that SIGTERM and Ctrl-C set within the block, in place of their own action.
 
     `at_second` is called for each signal after the first. If Ctrl-C was among the signals, KeyboardInterrupt is raised
     at the end of the block. For the main thread.
     """
-    stopping = threading.Event()
+    stopping = OrderlyStop()
     received: list[int] = []
 
     def stop(number: int, _: object) -> None:
+        stopping.is_signalled = True
         received.append(number)
         if len(received) > 1:
             at_second()

@@ -22,7 +22,7 @@ from millstream.cli.log_output import finish_logging
 from millstream.cli.log_output import settings as log_settings
 from millstream.cli.metrics_option import new_recorder, print_started, serve_metrics
 from millstream.cli.options import Json, MetricsAddress, Url, duration
-from millstream.cli.signals import orderly_stop
+from millstream.cli.signals import OrderlyStop, orderly_stop
 from millstream.cli.terminal import print_json, print_message, with_time
 from millstream.cli.unmatched_patterns import unmatched_patterns_shown
 from millstream.cli.worker_child import WorkerJob
@@ -144,7 +144,7 @@ def _warn(app: App, client: Client) -> None:
 
 
 @contextmanager
-def _watched(url: str, handlers: Sequence[Handler], stopping: threading.Event, *, once: bool) -> Iterator[None]:
+def _watched(url: str, handlers: Sequence[Handler], stopping: OrderlyStop, *, once: bool) -> Iterator[None]:
     """Watch the streams of the handlers beside the block: whether any is there, and with `once` whether all is processed."""
     with (
         stopped_when_drained(url, handlers, stopping, once=once),

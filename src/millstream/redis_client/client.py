@@ -383,14 +383,15 @@ class Client:
         milliseconds, or once `give_up` returns True, the last error is raised.
         """
         began = self._clock.monotonic_ms()
-        backoff, is_waiting, is_answered = Backoff(50, 1_000), False, False
+        backoff, is_waiting, is_answered, gives_up = Backoff(50, 1_000), False, False, False
         try:
             while True:
                 try:
                     result = operation()
                 except Unavailable as error:
                     waited_ms = self._clock.monotonic_ms() - began
-                    if give_up() or (limit_ms is not None and waited_ms >= limit_ms):
+                    gives_up = give_up() or (limit_ms is not None and waited_ms >= limit_ms)
+                    if gives_up:
                         raise
                     if not is_waiting:
                         is_waiting = True
@@ -402,7 +403,7 @@ class Client:
                     return result
         finally:
             if is_waiting:
-                self._outages.end(what, is_answered=is_answered)
+                self._outages.end(what, is_answered=is_answered, gives_up=gives_up)
 
     def is_awaited_by(self, what: str) -> bool:
         """Return whether a thread waits in `retry_while_unavailable` for this `what`, which the log has then."""

@@ -19,13 +19,16 @@ class _Outage(msgspec.Struct):
     began_ms: float
     waiting: int = 0
     next_log_ms: float = 0.0
+    is_answered: bool = False
+    """Whether any of its threads has had its answer."""
 
 
 class Outages:
     """Logs the start of the outage of each name, its duration every five seconds, and its end.
 
     An outage ends when the last thread that waits under its name goes on: a thread may have its answer from one node of a
-    cluster while another thread still waits for a second node. Threads may share it.
+    cluster while another thread still waits for a second node. If the last thread gives up, no end is logged: Redis is
+    still unavailable, as far as it knows. Threads may share an `Outages`.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -53,14 +56,15 @@ class Outages:
             hint = UNREACHABLE_HINT if error.unreachable and is_first else ""
             logger.warning("Redis is unavailable: %s%s; %s waits, %.0f s so far", error, hint, what, waited_ms / 1000)
 
-    def end(self, what: str, *, is_answered: bool) -> None:
+    def end(self, what: str, *, is_answered: bool, gives_up: bool) -> None:
         """Note that one of the threads goes on: with its answer, or as it gives up or has failed in another way."""
         with self._lock:
             outage = self._outages[what]
             outage.waiting -= 1
+            outage.is_answered |= is_answered
             if outage.waiting:
                 return
             del self._outages[what]
-        if is_answered:
+        if outage.is_answered and not gives_up:
             waited_ms = self._clock.monotonic_ms() - outage.began_ms
             logger.warning("%s resumes: Redis is available again after %.1f s", what, waited_ms / 1000)

@@ -10,7 +10,10 @@ logger = logging.getLogger(__name__)
 
 
 class FetchOutage:
-    """The time between a fetch that Redis refused and the next that it answers. Used by the fetcher, but for `is_logged`."""
+    """The time between a fetch that Redis refused and the next that it answers.
+
+    Used by the fetcher, but for `is_short_of_memory`.
+    """
 
     def __init__(self, label: str, loop_metrics: LoopMetrics, clock: Clock) -> None:
         self._label = label
@@ -20,8 +23,8 @@ class FetchOutage:
         self._is_short_of_memory = False
 
     @property
-    def is_logged(self) -> bool:
-        """Whether the log has it, and not yet its end."""
+    def is_short_of_memory(self) -> bool:
+        """Whether Redis has refused a fetch for lack of memory, and answered none since: only that is logged here."""
         return self._is_short_of_memory
 
     def on_refused(self, error: Unavailable) -> None:

@@ -407,14 +407,18 @@ class ReadingLoop:
         )
 
     def _retry_while_unavailable(self, operation: Callable[[], object]) -> None:
-        is_repetition = False
+        refusal: Unavailable | None = None
 
         def attempt() -> None:
-            nonlocal is_repetition
-            if is_repetition and self._stopping.is_set():  # it has begun in the wait since the last attempt
-                return
-            is_repetition = True
-            operation()
+            nonlocal refusal
+            # The stop has begun in the wait since the last attempt. To return would pass for an answer of Redis.
+            if refusal is not None and self._stopping.is_set():
+                raise refusal
+            try:
+                operation()
+            except Unavailable as error:
+                refusal = error
+                raise
 
         try:
             self._client.retry_while_unavailable(attempt, what=self.handler.label, give_up=self._stopping.is_set)

@@ -101,7 +101,7 @@ class KeyRouter:
         self._failures += 1
         context, label = self._context, self._context.handler.label
         is_due = self._failures >= _WARN_AFTER_FAILURES and not self._is_refusal_logged
-        if is_due and not (context.client.is_awaited_by(label) or context.fetch_outage.is_logged):
+        if is_due and not (context.client.is_awaited_by(label) or context.fetch_outage.is_short_of_memory):
             self._is_refusal_logged = True
             logger.warning("%s cannot enqueue new entries: %s; retrying", label, error)
         else:
