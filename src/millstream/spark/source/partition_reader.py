@@ -209,7 +209,7 @@ class PartitionReader:
             return SmallReplies(most, self._buffer, self._entry_bytes * self._trip_entries)
         are_many = self._trip_entries >= max(_MIN_SEGMENT_ENTRIES, _MIN_REPLY_ENTRIES * len(commands))
         if self._reads_segments and are_many and self._entry_bytes <= _MAX_SEGMENT_ENTRY_BYTES:
-            return ReplySegments(most, self._buffer, self._entry_bytes * self._trip_entries)
+            return ReplySegments(most, self._buffer)
         return ReplySize(most)
 
     def _with_retry(self, ask_for: Callable[[], T]) -> T:
