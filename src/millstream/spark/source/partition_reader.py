@@ -60,6 +60,10 @@ class _UnreadRange:
         return self.offset_range.rows is None and self.offset_range.stream == other.offset_range.stream
 
 
+_Requests = list[tuple[_UnreadRange, int]]
+"""Ranges, and the COUNT of each."""
+
+
 class Fetched(NamedTuple):
     """The reply of one round trip; `size` in bytes on the wire."""
 
@@ -91,8 +95,8 @@ class PartitionReader:
         self._limit_ms = limit_ms
         self._fail_on_data_loss = fail_on_data_loss
         self._ranges = iter(ranges)
-        joins = isinstance(ranges, PlannedRanges) and not client.is_cluster  # the replies come server by server there
-        self._planned_ranges = ranges if isinstance(ranges, PlannedRanges) and joins else None
+        # On a cluster the replies come server by server.
+        self._planned_ranges = ranges if isinstance(ranges, PlannedRanges) and not client.is_cluster else None
         self._unread_ranges: deque[_UnreadRange] = deque()
         self._trip_entries = 1  # the size of entries is not known yet
         self._entry_bytes = 1
@@ -118,22 +122,27 @@ class PartitionReader:
 
     def _round_trip(self) -> Fetched | None:
         """Fetch the next entries in one round trip; None at the end."""
-        return self._read_small() or self._read()
-
-    def _read(self) -> Fetched | None:
-        requests, replies, meter = self._fetch(self._next_ranges, _commands)
+        requests, replies, meter = self._fetch(self._next_requests, _commands_of)
         if not requests:
             return None
+        if isinstance(requests, SmallRanges):
+            return self._accept_small(requests, replies, meter)
         for _ in requests:
             self._unread_ranges.popleft()
         return self._accept_all(requests, replies, meter.total_bytes)
 
-    def _read_small(self) -> Fetched | None:
-        """Fetch many small ranges, as one run if they are whole; None if the next ranges are not many small ones."""
-        some, replies, meter = self._fetch(self._next_small, lambda some: some[0].commands if some else ())
-        if not some or self._planned_ranges is None:
-            return None
-        ranges = some[0]
+    def _next_requests(self) -> _Requests | SmallRanges:
+        """Choose many small ranges, which may be read as one run, or else others one by one."""
+        may_join = self._reads_segments and self._entry_bytes <= _MAX_SEGMENT_ENTRY_BYTES and not self._unread_ranges
+        if self._planned_ranges is not None and may_join:
+            small = self._planned_ranges.small(least=_MIN_SEGMENT_ENTRIES, most=self._trip_entries)
+            if small is not None:
+                return small
+        return self._next_ranges()
+
+    def _accept_small(self, ranges: SmallRanges, replies: list[Reply], meter: ReplySize) -> Fetched:
+        """Accept the replies as one run if all ranges are whole, else range by range."""
+        assert self._planned_ranges is not None
         if isinstance(meter, SmallReplies) and not meter.has_misfit:
             if ranges.are_whole_in(meter):
                 self._planned_ranges.skip(len(ranges))
@@ -145,17 +154,9 @@ class PartitionReader:
         ]
         return self._accept_all(requests, replies, meter.total_bytes)
 
-    def _next_small(self) -> list[SmallRanges]:
-        if self._planned_ranges is None or self._unread_ranges or not self._reads_segments:
-            return []
-        if self._entry_bytes > _MAX_SEGMENT_ENTRY_BYTES:
-            return []
-        some = self._planned_ranges.small(least=_MIN_SEGMENT_ENTRIES, most=self._trip_entries)
-        return [some] if some is not None else []
-
-    def _next_ranges(self) -> list[tuple[_UnreadRange, int]]:
+    def _next_ranges(self) -> _Requests:
         """Choose the ranges of the next round trip, and the COUNT of each."""
-        requests: list[tuple[_UnreadRange, int]] = []
+        requests: _Requests = []
         budget = self._trip_entries
         readers = self._in_order()
         while budget > 0 and (reader := next(readers, None)) is not None:
@@ -174,8 +175,8 @@ class PartitionReader:
             yield reader
 
     def _fetch(
-        self, choose: Callable[[], list[T]], commands_of: Callable[[list[T]], Sequence[Command]]
-    ) -> tuple[list[T], list[Reply], ReplySize]:
+        self, choose: Callable[[], T], commands_of: Callable[[T], Sequence[Command]]
+    ) -> tuple[T, list[Reply], ReplySize]:
         """Fetch what `choose` returns; return it with the replies and what has read them. Retries with fewer entries if
         the reply is too large.
 
@@ -184,7 +185,7 @@ class PartitionReader:
         another reason: Redis closes one whose replies exceed client-output-buffer-limit.
         """
 
-        def attempt() -> tuple[list[T], list[Reply], ReplySize]:
+        def attempt() -> tuple[T, list[Reply], ReplySize]:
             while True:
                 chosen = choose()
                 commands = commands_of(chosen)
@@ -215,7 +216,7 @@ class PartitionReader:
     def _with_retry(self, ask_for: Callable[[], T]) -> T:
         return self._client.retry_while_unavailable(ask_for, what="reading streams", limit_ms=self._limit_ms)
 
-    def _accept_all(self, requests: list[tuple[_UnreadRange, int]], replies: list[Reply], size: int) -> Fetched:
+    def _accept_all(self, requests: _Requests, replies: list[Reply], size: int) -> Fetched:
         runs = [self._accept(reader, count, reply) for (reader, count), reply in zip(requests, replies, strict=True)]
         return self._resize([run for run in runs if run[1]], size)
 
@@ -263,7 +264,9 @@ def _unread(one: OffsetRange) -> _UnreadRange:
     return _UnreadRange(one, b"(%d-%d" % one.after, b"%d-%d" % one.until)
 
 
-def _commands(requests: list[tuple[_UnreadRange, int]]) -> list[Command]:
+def _commands_of(requests: _Requests | SmallRanges) -> Sequence[Command]:
+    if isinstance(requests, SmallRanges):
+        return requests.commands
     return [
         ("XRANGE", reader.offset_range.stream, reader.start, reader.end, "COUNT", count) for reader, count in requests
     ]

@@ -5,7 +5,6 @@ the length of each value with the length that Redis announced. Where all are equ
 a value has a line break in it, or it is no reply to XRANGE: then hiredis parses the replies.
 """
 
-import select
 from collections.abc import Sequence
 from socket import socket
 from typing import Any
@@ -18,9 +17,6 @@ from millstream.spark.source.entry_segment import Data, EntrySegment, Places, Ra
 
 _BUFFER_BYTES, _SEGMENT_BYTES = 1 << 21, 1 << 19
 """Each segment costs a third of a millisecond, however small it is; larger ones do not stay in the caches of a core."""
-_LIKELY_SHARE = 0.95
-_BREAK_MS = 1
-_CLOSED = getattr(select, "POLLRDHUP", 0)  # macOS has none
 _SPARE_BYTES = 8  # a word is read from each line, the last one included
 
 _CR, _LF, _DOLLAR, STAR = b"\r\n$*"
@@ -80,16 +76,11 @@ class ReceiveBuffer:
 
 
 class ReplySegments(ReplySize):
-    """Reads replies as `RawEntries` into `buffer`; after a misfit, `has_misfit`, as hiredis parses them.
+    """Reads replies as `RawEntries` into `buffer`; after a misfit, `has_misfit`, as hiredis parses them."""
 
-    About `expected_bytes` are parsed at once if they come without a break. That saves CPU; for few large replies it takes
-    longer than to parse while Redis sends.
-    """
-
-    def __init__(self, most: float, buffer: ReceiveBuffer, expected_bytes: int = 0) -> None:
+    def __init__(self, most: float, buffer: ReceiveBuffer) -> None:
         super().__init__(most)
         self._buffer = buffer
-        self._expected_bytes = expected_bytes * _LIKELY_SHARE
         self.has_misfit = False
 
     def read_all(self, opened: socket, reader: Parser, nothing: object, count: int) -> list[Any]:
@@ -123,12 +114,8 @@ class ReplySegments(ReplySize):
         return None
 
     def _expects_more(self, opened: socket) -> bool:
-        """True if more bytes are there, or come at once, and probably belong to the replies."""
-        if self.total_bytes >= self._expected_bytes:
-            return False
-        poll = select.poll()
-        poll.register(opened, select.POLLIN | _CLOSED)
-        return any(not event & (_CLOSED | select.POLLHUP) for _, event in poll.poll(_BREAK_MS))
+        """Whether to wait for more bytes before those that have come are parsed."""
+        return False  # few large replies are parsed while Redis sends
 
 
 class _Received:

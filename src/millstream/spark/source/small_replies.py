@@ -3,6 +3,7 @@
 numpy finds which lines begin a reply, and compares the number of entries that each announces with those that follow.
 """
 
+import select
 from socket import socket
 from typing import Any
 
@@ -25,6 +26,9 @@ from millstream.spark.source.reply_segments import (
 MAX_SMALL_ENTRIES = 999
 """A reply that announces more is a misfit: numpy reads numbers of three digits."""
 
+_LIKELY_SHARE = 0.95
+_BREAK_MS = 1
+_CLOSED = getattr(select, "POLLRDHUP", 0)  # macOS has none
 _NOT_SPLIT: list[Any] = []
 
 
@@ -32,10 +36,12 @@ class SmallReplies(ReplySegments):
     """Reads the replies of one server into `entries`, of which each reply has as many as `counts` says.
 
     What it returns for each reply is empty. After a misfit, `has_misfit`, it returns replies as hiredis parses them.
+    About `expected_bytes` are parsed at once if they come without a break, as each parse has a cost of its own.
     """
 
     def __init__(self, most: float, buffer: ReceiveBuffer, expected_bytes: int = 0) -> None:
-        super().__init__(most, buffer, expected_bytes)
+        super().__init__(most, buffer)
+        self._expected_bytes = expected_bytes * _LIKELY_SHARE
         self.entries = RawEntries()
         self.counts: NDArray[np.intp] = np.zeros(0, np.intp)
 
@@ -47,6 +53,14 @@ class SmallReplies(ReplySegments):
             return replies
         self.entries, self.counts = parser.entries, np.concatenate(parser.counts)
         return [_NOT_SPLIT] * count
+
+    def _expects_more(self, opened: socket) -> bool:
+        """True if more bytes are there, or come at once, and probably belong to the replies."""
+        if self.total_bytes >= self._expected_bytes:
+            return False
+        poll = select.poll()
+        poll.register(opened, select.POLLIN | _CLOSED)
+        return any(not event & (_CLOSED | select.POLLHUP) for _, event in poll.poll(_BREAK_MS))
 
     def last_ids(self) -> pa.Array:
         """The id of the last entry of each reply, as binary."""
