@@ -2,8 +2,9 @@
 
     python examples/tickets/run.py [TICKETS] [MESSAGES_OF_EACH]
 
-It needs the extra `master`, and starts a redis-server of its own. The business service adds messages to the ticket stream; the master assigns them to
-the consumers, one at a time for each ticket. At the end it prints which consumer processed each step, and a verdict.
+It needs the extra `master`, and starts a redis-server of its own. The business service adds messages to the ticket
+stream; the master assigns them to the consumers, one at a time for each ticket. At the end it prints which consumer
+processed each step, and a verdict.
 """
 
 import os

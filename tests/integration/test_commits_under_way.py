@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from millstream.delivery.keyed_stream import KeyLease
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.errors import AccessDenied, WrongType
 from millstream.handlers.attempt import NO_EFFECTS, DeadLettered, Done, Outcome, RetryLater
@@ -16,6 +17,7 @@ from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.testing.proxy import Proxy
 from millstream.worker import WorkerPolicy
 from millstream.worker.completion_queue import FinishedRun
+from millstream.worker.context import WorkerContext
 from millstream.worker.in_flight import InFlight
 from millstream.worker.settling.committer import Committer
 from millstream.worker.settling.key_committer import KeyCommitter
@@ -159,16 +161,25 @@ def test_a_commit_that_redis_refuses_for_good_is_not_repeated(client: Client, cl
     assert client.execute("XLEN", "out") == 1, "Redis undoes nothing of a script"
 
 
-def test_commits_of_several_streams_that_redis_refuses_for_good_are_not_repeated(client: Client, clerk: Client) -> None:
+def on_two_streams(client: Client, keys: str) -> tuple[KeyCommitter, WorkerContext, list[KeyLease]]:
+    """The committer of a worker that has leased a key on each of two streams, with these entries."""
     leases = []
     for name in ("in", "in2"):
-        publish(clerk, "A", stream=name)
-        stream = keyed(clerk, stream=name)
+        publish(client, keys, stream=name)
+        stream = keyed(client, stream=name)
         stream.enqueue_new(count=10, max_pending=10)
         leases.append(lease_one(stream))
-    context = make_context(clerk, make(double, key="k", pattern="in*"))
-    committer = KeyCommitter(context, release=lambda released: None, on_lease_end=lambda stream: None)
+    context = make_context(client, make(double, key="k", pattern="in*"))
     context.in_flight.add_leases(leases, 0)
+    return KeyCommitter(context, release=lambda released: None, on_lease_end=lambda stream: None), context, leases
+
+
+def refuse() -> None:
+    raise AccessDenied("rights were taken")
+
+
+def test_commits_of_several_streams_that_redis_refuses_for_good_are_not_repeated(client: Client, clerk: Client) -> None:
+    committer, _, leases = on_two_streams(clerk, "A")
     client.execute("ACL", "SETUSER", "clerk", "-xack")
     with pytest.raises(AccessDenied):
         committer.settle(with_output([lease.entries[0] for lease in leases]))
@@ -203,9 +214,6 @@ def test_the_error_of_a_committer_is_raised_also_if_the_reply_to_its_last_commit
     proxy.cut_before("EVALSHA")
     bench.committer.settle(ran(bench.found[1:]))
 
-    def refuse() -> None:
-        raise AccessDenied("rights were taken")
-
     monkeypatch.setattr(bench.committer, "_run", refuse)
     with pytest.raises(AccessDenied):
         bench.committer.run()
@@ -219,9 +227,6 @@ def test_the_error_of_a_committer_is_raised_also_if_its_last_commit_cannot_be_no
     bench = Bench(client, "in", batch=1)
     bench.committer.settle(ran(bench.found))
 
-    def refuse() -> None:
-        raise AccessDenied("rights were taken")
-
     monkeypatch.setattr(bench.committer, "_run", refuse)
     monkeypatch.setattr(bench.context.loop_metrics, "count_committed", None)
     with pytest.raises(AccessDenied):
@@ -231,15 +236,7 @@ def test_the_error_of_a_committer_is_raised_also_if_its_last_commit_cannot_be_no
 def test_dead_letters_of_one_stream_are_reported_though_the_settlement_of_another_one_fails(
     client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
-    leases = []
-    for name in ("in", "in2"):
-        publish(client, "AA", stream=name)
-        stream = keyed(client, stream=name)
-        stream.enqueue_new(count=10, max_pending=10)
-        leases.append(lease_one(stream))
-    context = make_context(client, make(double, key="k", pattern="in*"))
-    committer = KeyCommitter(context, release=lambda released: None, on_lease_end=lambda stream: None)
-    context.in_flight.add_leases(leases, 0)
+    committer, context, leases = on_two_streams(client, "AA")
     client.execute("SET", KEYS.backoff, "no sorted set")  # so the release of the first one is refused
     dead = DeadLettered("failed", "ValueError: the bank refuses")
     outcomes: list[Outcome] = [dead, RetryLater(10_000.0, "ValueError: not yet")]
