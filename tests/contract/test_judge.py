@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from millstream import App, Message, State
+from millstream.admin.inspection import state_expiry
 from millstream.delivery.commit_store import ENTRY_PREFIX, CommitStore
 from millstream.delivery.effects import Effects
 from millstream.handlers.dead_letter import DeadLetter
@@ -16,7 +17,6 @@ from millstream.redis_client.client import Client
 from millstream.redis_client.pipelining import server_time_ms
 from millstream.redis_client.resp import Arg
 from millstream.testing.contract import APP, Case, ContractBroken, Letter, entry, entry_id, publish, run_cases, verify
-from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.worker, pytest.mark.keys, pytest.mark.spark]
 
@@ -123,38 +123,40 @@ EXPIRING = replace(
 )
 
 
-def commit_states(client: Client, changing: Sequence[int], ttl_ms: int | None) -> None:
-    """Commit the three messages, each in a millisecond of its own; those of `changing` set the state of the key `a`."""
+def commit_states(client: Client, at_ms: Sequence[int], *, ttl_ms: int | None = HOUR_MS, changing: bool = True) -> None:
+    """Commit the three messages of key `a`, the last with its state; the ids of the outputs are set to `at_ms`.
+
+    `at_ms`: so many ms after the state was set. The clock of the server could advance between the commands of a commit.
+    """
+    one = unit(0), unit(1), unit(2)
+    if changing:
+        one[-1].state_field, one[-1].state = b"a", encode_state(State(n=2))
     store = CommitStore(client, app=APP, handler=CASE.name, into=CASE.into, state_ttl_ms=ttl_ms)
-    for n in range(3):
-        one = unit(n, outputs=[pack_output({"k": "a", "n": n})])
-        if n in changing:
-            one.state_field, one.state = b"a", encode_state(State(n=n))
-        store.commit({CASE.stream: [one]})
-        committed_ms = server_time_ms(client)
-        eventually(lambda: server_time_ms(client) > committed_ms + 1, "a later time")  # noqa: B023 - at once
+    store.commit({CASE.stream: one})
+    set_ms = (state_expiry(client, CASE.keys, b"a") or server_time_ms(client) + HOUR_MS) - HOUR_MS
+    for n, after_ms in enumerate(at_ms):
+        client.execute("XADD", CASE.into, f"{set_ms + after_ms}-{n}", "k", "a", "n", n)
 
 
-def test_verify_accepts_a_state_that_expires_so_long_after_its_last_change(client: Client) -> None:
-    commit_states(client, (0, 1), HOUR_MS)
+@pytest.mark.parametrize("at_ms", [(-1, 0, 1), (-1, -1, 1), (-1, 1, 1)])
+def test_verify_accepts_a_state_that_expires_so_long_after_its_last_change(
+    client: Client, at_ms: Sequence[int]
+) -> None:
+    commit_states(client, at_ms)
     verify(client, EXPIRING)
 
 
-@pytest.mark.parametrize(
-    ("changing", "ttl_ms", "complaint"),
-    [
-        ((0,), HOUR_MS, "does not expire so long after output 1"),
-        ((0, 1, 2), HOUR_MS, "does not expire so long after output 1"),
-        ((0, 1), None, "does not expire, or is gone"),
-        ((), HOUR_MS, "does not expire, or is gone"),
-    ],
-    ids=["not renewed", "renewed without a change", "for ever", "gone"],
-)
-def test_verify_names_a_state_that_expires_at_another_time(
-    client: Client, changing: Sequence[int], ttl_ms: int | None, complaint: str
-) -> None:
-    commit_states(client, changing, ttl_ms)
-    with pytest.raises(ContractBroken, match=f"the state of key b'a' {complaint}"):
+@pytest.mark.parametrize("at_ms", [(0, 1, 2), (-2, -1, 0)], ids=["not renewed", "renewed without a change"])
+def test_verify_names_a_state_that_expires_at_another_time(client: Client, at_ms: Sequence[int]) -> None:
+    commit_states(client, at_ms)
+    with pytest.raises(ContractBroken, match="the state of key b'a' does not expire so long after output 1"):
+        verify(client, EXPIRING)
+
+
+@pytest.mark.parametrize(("ttl_ms", "changing"), [(None, True), (HOUR_MS, False)], ids=["for ever", "gone"])
+def test_verify_names_a_state_that_does_not_expire(client: Client, ttl_ms: int | None, changing: bool) -> None:
+    commit_states(client, (-1, 0, 1), ttl_ms=ttl_ms, changing=changing)
+    with pytest.raises(ContractBroken, match="the state of key b'a' does not expire, or is gone"):
         verify(client, EXPIRING)
 
 
