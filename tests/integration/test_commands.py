@@ -121,6 +121,12 @@ def test_the_version_is_printed() -> None:
     assert re.fullmatch(r"millstream \d+\.\d+\.\d+\n", call("--version").out)
 
 
+def test_python_runs_the_package_as_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "millstream", "inf"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.endswith("did you mean 'info'? see: millstream --help\n")
+
+
 @pytest.mark.parametrize(
     "args",
     [

@@ -34,10 +34,10 @@ class Flights:
         return len(self.rows)
 
     def __iter__(self) -> Iterator[dict[str, str]]:
+        names = ("row", *self.columns)
         for number, row in enumerate(self.rows):
-            fields = {"row": str(number)}
-            fields.update(pair for pair in zip(self.columns, row, strict=True) if pair[1] != _MISSING)
-            yield fields
+            fields = dict(zip(names, (str(number), *row), strict=True))
+            yield {name: value for name, value in fields.items() if value != _MISSING} if _MISSING in row else fields
 
 
 def load_flights(limit: int | None = None) -> Flights:
