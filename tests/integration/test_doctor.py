@@ -554,7 +554,10 @@ def test_the_command_ends_with_1_only_if_there_is_a_problem(admin: Client) -> No
     assert "CONFIG REWRITE" in outcome.err
 
 
-def test_a_run_in_isolation_is_a_problem_where_no_other_process_could_process_the_rest(client: Client) -> None:
+def test_a_run_in_isolation_is_a_problem_where_no_other_process_could_process_the_rest(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("millstream.delivery.long_runs.HELD_MS", 3_600_000)  # no report ends within the test
     run = LongRun(
         handler="app.handle",
         stream="in",

@@ -116,7 +116,9 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, l
     folder = tmp_path_factory.mktemp("json")
     app = folder / "json_reference_app.py"
     app.write_text(APP)
-    with EmbeddedServer(port=0) as server, Client(server.url) as client:
+    with EmbeddedServer(port=0) as server, Client(server.url) as client, pytest.MonkeyPatch.context() as patch:
+        for name in ("long_runs", "query_progress", "redrive_reports"):
+            patch.setattr(f"millstream.delivery.{name}.HELD_MS", 3_600_000)  # none is reported again
         found = _Outputs(server.url)
         _publish(found, client, folder)
         worker = start(
