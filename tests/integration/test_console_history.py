@@ -27,6 +27,7 @@ from tests.support.workers import double, fill, make, working
 
 pytestmark = [pytest.mark.cli, pytest.mark.usefixtures("unhurried")]
 
+HOUR_MS = 3_600_000
 FIGURES = HandlerSample(streams=1, added=0, done=0, dead=0, lag=0, oldest_ms=None, dead_letters=0, stuck=0)
 
 
@@ -103,7 +104,10 @@ def test_a_scan_of_one_handler_reads_a_page_at_a_time_and_leaves_the_others_out(
     assert (commands_run(client.execute) - before)["xrange"] == 2
 
 
-def test_of_several_consoles_one_writes_and_another_goes_on_after_it(client: Client) -> None:
+def test_of_several_consoles_one_writes_and_another_goes_on_after_it(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history_writer, "_HELD_MS", HOUR_MS)  # none loses the name within the test
     fill_with(client, "x")
     writers = [HistoryWriter(client.url) for _ in range(3)]
     assert [one.write() for one in writers] == [True, False, False]
@@ -171,11 +175,12 @@ def test_a_console_that_has_lost_the_name_reads_all_anew_before_it_writes(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(history_writer, "_POLL_S", 0.0)
+    monkeypatch.setattr(history_writer, "_HELD_MS", HOUR_MS)
     for n in range(2):
         joined_by_field(client, f"orders{n}", app="shop", handler="pay")
     writer = HistoryWriter(client.url, SweepPolicy(at_once=1))
     assert [writer.write() for _ in range(2)] == [False, True]
-    client.execute("SET", history_writer_key(), "another", "PX", 40_000)
+    client.execute("SET", history_writer_key(), "another", "PX", HOUR_MS)
     assert not writer.write()
     client.execute("DEL", history_writer_key(), history_key())
     assert [writer.write() for _ in range(2)] == [False, True]
@@ -347,7 +352,7 @@ def test_a_console_without_the_name_asks_for_it_once_in_each_poll(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(history_writer, "_POLL_S", 3_600.0)
-    client.execute("SET", history_writer_key(), "another", "PX", 3_600_000)
+    client.execute("SET", history_writer_key(), "another", "PX", HOUR_MS)
     before = commands_run(client.execute)["evalsha"]
     with HistoryWriter(client.url):
         eventually(lambda: commands_run(client.execute)["evalsha"] > before, "the writer to ask")
