@@ -158,9 +158,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Where tests run side by side, their processes ignore it, and so would what they start.
     """
-    if hasattr(config, "workerinput"):
+    if found := getattr(config, "workerinput", None):
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        servers.pick_own_ports(int(found["workerid"].removeprefix("gw")), found["workercount"])
     else:
+        servers.pick_own_ports(0, 1)
         guardian = config.stash[guardian_key] = RunGuardian()
         servers.choose_server(guardian.folder / "server")
         start_java_quickly()

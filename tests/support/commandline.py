@@ -20,7 +20,7 @@ from tests.support.quick_programs import Program
 from tests.support.waiting import FAIL_SAFE_S
 
 PROGRAM = (sys.executable, "-m", "millstream.cli.main")
-_NO_CLIENTS = range(10_000, 32_768)
+_NO_CLIENTS = range(30_000, 32_768)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +140,7 @@ def reserved_port() -> Iterator[int]:
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that no program listens on, outside the range of outgoing connections."""
+    """A port of 127.0.0.1 that no program listens on, outside the ranges of servers and of outgoing connections."""
     while True:
         port = secrets.choice(_NO_CLIENTS)
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):

