@@ -1,5 +1,6 @@
 """What a client without a token can do to `serve`, `master` and `consumer` with bare sockets: nothing to others."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -98,7 +99,7 @@ def test_a_body_that_does_not_arrive_is_refused_and_its_connection_closed(hasty:
 
 
 def test_idle_connections_cannot_exclude_other_clients(patient: Service) -> None:
-    limit = patient.kind.connections
+    limit, began_s = patient.kind.connections, time.monotonic()
     cases: dict[str, tuple[bytes, ...]] = {
         "nothing": (),
         "half a head": (b"GET / HT",),
@@ -112,7 +113,7 @@ def test_idle_connections_cannot_exclude_other_clients(patient: Service) -> None
             assert not opened[0].is_open(), f"{first}: the one that has waited longest goes first"
             assert opened[-1].is_open(), first
     assert [line for line in patient.logged() if "connections are in use" not in line] == []
-    assert len(patient.logged()) <= len(cases)
+    assert len(patient.logged()) <= 1 + (time.monotonic() - began_s) / 60, "it says so once a minute"
 
 
 def test_a_client_that_follows_a_stream_stays_connected_beside_any_number_of_idle_connections(
