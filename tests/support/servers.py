@@ -41,7 +41,7 @@ def choose_server(folder: Path) -> None:
 def own_ports(process: int, count: int) -> Iterator[int]:
     """Ports for the servers of one of the `count` processes of a run: no other picks them, and all come in turn.
 
-    So nobody has taken the port of a server that a test has killed when it starts again. A cluster node also listens
+    So no server has taken the port of another that a test has killed when it starts again. A cluster node also listens
     ten thousand above, where no server has its port.
     """
     ports = [*range(10_000, 20_000)][process % count :: count]
