@@ -9,8 +9,7 @@ import pytest
 from millstream.groups import ClaimOptions, Consumer, Group, GroupInfo, PendingEntry, ProcessedIds, Reader, ReadPolicy
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
-from millstream.testing.topologies import sentinel_trio
-from tests.support.replicas import is_primary
+from tests.support.replicas import is_primary, kill_primary, steady_trio
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.groups, pytest.mark.faults]
@@ -89,11 +88,11 @@ def rewritten_aof_restart() -> Iterator[tuple[Client, Callable[[], None]]]:
 
 @contextmanager
 def promotion() -> Iterator[tuple[Client, Callable[[], None]]]:
-    with sentinel_trio() as trio, Client(trio.url) as client:
+    with steady_trio() as trio, Client(trio.url) as client:
 
         def fail_over() -> None:
             eventually(lambda: client.execute("WAIT", 1, 1_000) == 1, "the replica to have it all")
-            trio.primary.kill()
+            kill_primary(trio)
             eventually(lambda: is_primary(trio.replica), "the promotion")
 
         yield client, fail_over

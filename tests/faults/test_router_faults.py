@@ -14,7 +14,8 @@ from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.router import Gap, ReadPolicy, Router
 from millstream.testing.proxy import Proxy
-from millstream.testing.topologies import cluster, sentinel_trio
+from millstream.testing.topologies import cluster
+from tests.support.replicas import kill_primary, steady_trio
 from tests.support.routers import OFTEN, READERS, Subscribers, ids_in, make_router, publish, take_items
 from tests.support.slots import finish_move, move_slot
 from tests.support.waiting import FAIL_SAFE_S, eventually
@@ -171,14 +172,14 @@ def test_a_server_that_lost_its_last_entries_repeats_nothing(
 
 def test_subscribers_follow_a_failover_to_a_replica(reader: Any) -> None:
     with (
-        sentinel_trio() as trio,
-        Client(trio.url, timeout_ms=2_000) as client,
+        steady_trio() as trio,
+        Client(trio.url) as client,
         Subscribers(make_router(trio.url, reader, timeout_ms=2_000), NAMES[:100]) as crowd,
     ):
         publish(client, crowd.got, range(3))
         crowd.wait_for(300)
         eventually(lambda: client.execute("WAIT", 1, 1_000) == 1, "the replica to have it all")
-        trio.primary.kill()
+        kill_primary(trio)
         client.retry_while_unavailable(
             lambda: publish(client, crowd.got, [3]), what="the test", limit_ms=1000 * FAIL_SAFE_S
         )

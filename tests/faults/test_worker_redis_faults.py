@@ -15,7 +15,7 @@ from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.key_names import HandlerKeys
 from millstream.redis_client.scripts import Script
 from millstream.testing.proxy import Proxy, Side
-from millstream.testing.topologies import sentinel_trio
+from tests.support.replicas import kill_primary, steady_trio
 from tests.support.waiting import eventually, slowness
 from tests.support.worker_processes import (
     CLAIM_S,
@@ -224,14 +224,14 @@ def is_reported(harm: tuple[str, ...], log: str) -> bool:
 
 
 def test_a_failover_by_sentinel_costs_seconds(tmp_path: Path, print_figures: PrintFigures) -> None:
-    with sentinel_trio() as trio, Client(trio.url) as client:
+    with steady_trio() as trio, Client(trio.url) as client:
         expectations = Expectations(client, tmp_path)
         with RunningWorkers(trio.url, tmp_path, claim_s=CLAIM_S) as workers, watched(expectations) as watch:
             workers.ready()
             expectations.publish(1_500, ms=5)
             eventually(lambda: client.execute("WAIT", 1, 1_000) == 1, "the replica to have it all")
             eventually(lambda: expectations.effect_count() > 200, "work", log=workers.log)
-            trio.primary.kill()
+            kill_primary(trio)
             report = expectations.check(log=workers.log)
             assert workers.supervisor.poll() is None
     print_figures(report, watch)

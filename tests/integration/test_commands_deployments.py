@@ -9,8 +9,9 @@ import pytest
 from millstream.handlers.dead_letter import DeadLetter
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
-from millstream.testing.topologies import acl_server, cluster, sentinel_trio, tls_server
+from millstream.testing.topologies import acl_server, cluster, tls_server
 from tests.support.commandline import call
+from tests.support.replicas import steady_trio
 
 pytestmark = [pytest.mark.cli]
 
@@ -24,7 +25,7 @@ def deployment(kind: str) -> Iterator[str]:
         with cluster() as nodes:
             yield nodes.url
     elif kind == "sentinel":
-        with sentinel_trio() as trio:
+        with steady_trio() as trio:
             yield trio.url
     else:
         with tls_server() as server:

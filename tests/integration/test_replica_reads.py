@@ -25,9 +25,9 @@ from millstream.spark.source.partition_reader import PartitionReader
 from millstream.spark.source.replica_reads import ReplicaReads, Replicas
 from millstream.spark.source.stream_info import fetch_calls
 from millstream.testing.proxy import Proxy
-from millstream.testing.topologies import PRIMARY_NAME, SentinelTrio, cluster, sentinel_trio
+from millstream.testing.topologies import cluster
 from tests.support.reading import by_stream
-from tests.support.replicas import FOLLOWS, asked, asked_for, is_primary, none_asked
+from tests.support.replicas import FOLLOWS, asked, asked_for, is_primary, kill_primary, none_asked, steady_trio
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.spark, pytest.mark.xdist_group("replica_reads")]
@@ -528,24 +528,16 @@ def knows(node: EmbeddedServer, replica: EmbeddedServer) -> bool:
     return any(replica.port in (other[1] for other in row[3:]) for row in node.call("CLUSTER", "SLOTS"))
 
 
-def fail_over_after(trio: SentinelTrio, silent_ms: int) -> None:
-    """Let the Sentinels take a primary for dead that has been silent for so long."""
-    for sentinel in trio.sentinels:
-        sentinel.call("SENTINEL", "SET", PRIMARY_NAME, "down-after-milliseconds", silent_ms)
-
-
 @pytest.mark.usefixtures("patience")
 def test_the_replica_is_read_behind_sentinel_and_after_a_failover_the_next_one() -> None:
-    # No failover before the primary is killed, however long it gets no processor.
-    with sentinel_trio(down_after_ms=3_600_000) as trio, Client(trio.url) as client:
+    with steady_trio() as trio, Client(trio.url) as client:
         client.pipeline([("XADD", "s", f"{n + 1}-0", "n", n) for n in range(100)])
         eventually(lambda: client.execute("WAIT", 1, 1_000) == 1, "the replica to have it all")
         replicas = Replicas(client)
         reads = ReplicaReads(replicas)
         with none_asked(trio.primary):
             (found,) = reads.fetch([("XRANGE", "s", "-", "100-0", "COUNT", 10)])
-        trio.primary.kill()
-        fail_over_after(trio, 1_000)
+        kill_primary(trio)
         (more,) = reads.fetch([("XRANGE", "s", "(10-0", "100-0", "COUNT", 40)])
         eventually(lambda: is_primary(trio.replica), "the failover")
         last = [("XRANGE", "s", "(50-0", "100-0", "COUNT", 50)]

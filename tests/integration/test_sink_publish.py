@@ -258,7 +258,8 @@ def test_drivers_that_publish_one_decided_batch_at_once_keep_its_order(millstrea
     assert client.execute("HGET", "millstream:{sink:query}:record", "state") == b"decided"
 
     def restart(name: str) -> None:
-        with Client(millstream_url) as own, suppress(StaleOwner):
+        # The calls of each wait for those of all others: on a slow machine for longer than a client waits by default.
+        with Client(millstream_url, timeout_ms=round(FAIL_SAFE_S * 1_000)) as own, suppress(StaleOwner):
             Run(own, name).batch(0, range(30_000))
 
     threads = [threading.Thread(target=restart, args=(f"driver {n}",)) for n in range(4)]

@@ -14,8 +14,8 @@ from redis.sentinel import MasterNotFoundError, Sentinel
 from millstream.errors import ConfigError, ServerError
 from millstream.redis_client import embedded_server
 from millstream.redis_client.embedded_server import EmbeddedServer
-from millstream.testing.topologies import PRIMARY_NAME, SentinelTrio, acl_server, cluster, sentinel_trio, tls_server
-from tests.support.replicas import is_primary
+from millstream.testing.topologies import PRIMARY_NAME, acl_server, cluster, tls_server
+from tests.support.replicas import is_primary, kill_primary, steady_trio
 from tests.support.servers import install_package
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
@@ -51,8 +51,7 @@ def test_a_cluster_of_two_nodes_is_refused() -> None:
 
 
 def test_sentinels_promote_the_replica_when_the_primary_is_killed_and_keep_the_data() -> None:
-    with sentinel_trio() as trio:
-        set_down_after(trio, 3_600_000)  # a primary that gets no processor for a second is not replaced before its kill
+    with steady_trio() as trio:
         ports = [sentinel.port for sentinel in trio.sentinels]
         addresses = ",".join(f"127.0.0.1:{port}" for port in ports)
         assert trio.url == f"redis+sentinel://{addresses}/{PRIMARY_NAME}/0"
@@ -62,8 +61,7 @@ def test_sentinels_promote_the_replica_when_the_primary_is_killed_and_keep_the_d
             client.set("key", "value")
             assert client.wait(1, 0) == 1
 
-            set_down_after(trio, 1_000)
-            trio.primary.kill()
+            kill_primary(trio)
             eventually(lambda: is_primary(trio.replica), "the failover")
             eventually(lambda: knows_primary(guide, trio.replica.port), "the Sentinels to tell of it")
             assert client.get("key") == b"value"
@@ -79,12 +77,6 @@ def test_a_replica_that_has_just_begun_to_replicate_ends_in_order(monkeypatch: p
         assert process is not None
         replica.stop()  # while it writes its first append-only file, it refuses to
         assert process.returncode == 0, "it was not killed"
-
-
-def set_down_after(trio: SentinelTrio, down_after_ms: int) -> None:
-    """Set after how long without an answer the Sentinels take the primary for dead."""
-    for sentinel in trio.sentinels:
-        sentinel.call("SENTINEL", "SET", PRIMARY_NAME, "down-after-milliseconds", down_after_ms)
 
 
 def knows_primary(guide: Any, port: int) -> bool:

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -33,7 +34,7 @@ from millstream.worker.settling.timed_out_attempts import TimedOutAttempts
 from tests.support.clocks import LeapClock, ManualClock
 from tests.support.keyed_fixtures import MANY, keyed, lease_one
 from tests.support.keyed_fixtures import publish as publish_key
-from tests.support.waiting import FAIL_SAFE_S, eventually
+from tests.support.waiting import FAIL_SAFE_S, eventually, eventually_async
 from tests.support.workers import KEYS, QUICK, configured, dead, double, ending, make, make_context, outputs, working
 
 pytestmark = [pytest.mark.worker, pytest.mark.keys]
@@ -177,22 +178,26 @@ def test_all_loops_of_a_process_stop_by_one_deadline_once_a_run_of_one_is_given_
 
 
 def test_a_program_with_a_worker_inside_is_ended_soon_after_a_run_was_given_up_whatever_else_runs(
-    client: Client, runs: Runs
+    client: Client, runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    app = App("app")
-    app.handler("hanging", name="hangs", key="n", time_limit_ms=100)(runs.__call__)
-    app.handler("others", name="goes-on", time_limit_ms=LIMIT_MS)(runs.__call__)
+    clock, app = LeapClock(), App("app")
+    monkeypatch.setattr("millstream.worker.process.embedded_worker.WorkerProcess", partial(WorkerProcess, clock=clock))
+    app.handler("hanging", name="hangs", key="n", time_limit_ms=LIMIT_MS)(runs.__call__)
+    app.handler("others", name="goes-on", time_limit_ms=100 * HOUR_MS)(runs.__call__)
     for stream in ("hanging", "others"):
         client.execute("XADD", stream, "*", "n", 1)
-    policy = replace(QUICK, claim_ms=3_000, stop_ms=100 * HOUR_MS)
 
     async def main() -> None:
-        async with EmbeddedWorker(app, client.url, policy=policy):
+        async with EmbeddedWorker(app, client.url, policy=LONG) as worker:
+            await eventually_async(lambda: len(runs.begun) == 2, "both runs, which go on to the end of the test")
+            loops = worker._process._loops
+            exceed_time_limit(run_of(loops["hangs"], 1))
+            await eventually_async(lambda: loops["goes-on"].deadline_ms < inf, "the stop of the other loop")
+            clock.leap(STOP_BY_MS)
             await asyncio.Event().wait()
 
     with pytest.raises(HandlerStuck, match="longer than its time limit"):
         asyncio.run(main())
-    assert len(runs.begun) == 2, "the other run went on to the end of the stop"
 
 
 class GivenUp:

@@ -13,6 +13,7 @@ from millstream.redis_client.client import Client
 from millstream.redis_client.replies import mapping_of
 from millstream.testing import topologies
 from tests.support.pipelines import Pipelines
+from tests.support.replicas import kill_primary, steady_trio
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.spark]
@@ -97,13 +98,13 @@ def test_a_run_works_with_only_the_required_rights(spark: SparkSession, tmp_path
 
 
 def test_a_run_works_on_a_sentinel_trio_through_a_failover(spark: SparkSession, tmp_path: Path) -> None:
-    with topologies.sentinel_trio() as deployed, Client(deployed.url) as client:
+    with steady_trio() as deployed, Client(deployed.url) as client:
         pipelines = Pipelines(spark, deployed.url, tmp_path, client)
         pipelines.add("orders", *({"customer": "c", "amount": 1} for _ in range(100)))
         with pipelines.running(sums_app("orders")):
             eventually(lambda: pipelines.state("app", "sums", "orders", "c") == {"sum": 100}, "the first hundred")
             eventually(lambda: client.execute("WAIT", 1, 1_000) == 1, "a replica that has them, too")
-            deployed.primary.kill()
+            kill_primary(deployed)
             client.retry_while_unavailable(
                 lambda: pipelines.add("orders", {"customer": "c", "amount": 1000}), what="the test"
             )

@@ -5,6 +5,7 @@ from contextlib import contextmanager, suppress
 
 from millstream.errors import ServerError
 from millstream.redis_client.embedded_server import EmbeddedServer
+from millstream.testing.topologies import PRIMARY_NAME, SentinelTrio, sentinel_trio
 from tests.support.command_stats import commands_run
 
 FOLLOWS = {"repl-diskless-sync-delay": "0", "appendonly": "no"}
@@ -15,6 +16,20 @@ def is_primary(server: EmbeddedServer) -> bool:
     with suppress(ServerError):
         return b"role:master" in server.call("INFO", "replication")
     return False
+
+
+@contextmanager
+def steady_trio() -> Iterator[SentinelTrio]:
+    """A trio whose Sentinels replace no primary before `kill_primary`, however long it gets no processor."""
+    with sentinel_trio(down_after_ms=3_600_000) as trio:
+        yield trio
+
+
+def kill_primary(trio: SentinelTrio) -> None:
+    """Kill the primary, and let the Sentinels replace it once it has been silent for a second."""
+    trio.primary.kill()
+    for sentinel in trio.sentinels:
+        sentinel.call("SENTINEL", "SET", PRIMARY_NAME, "down-after-milliseconds", 1_000)
 
 
 def asked(server: EmbeddedServer) -> int:
