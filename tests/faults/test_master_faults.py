@@ -200,7 +200,9 @@ def test_a_slow_consumer_that_is_alone_processes_nothing_twice(client: Client) -
         assert consumer.next()[0] == slow
         eventually(lambda: master.state_of("c1") == "stuck", "it is found out")
         assert consumer.xack(slow) == 1
-        assert consumer.acknowledge(master, slow).json() == {"known": False, "next": [newer]}
+        assert consumer.acknowledge(master, slow).json()["known"] is False
+        # That call assigns it, or the delegation loop, for which the consumer is alive again from the call on.
+        assert consumer.next()[0] == newer
         consumer.finish(master, newer)
     assert is_clean(client)
 

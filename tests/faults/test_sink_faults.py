@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.sink, pytest.mark.groups, pytest.mark.drivers, pytest.
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
 ROWS, BATCHES = (200_000, 10) if SOAK else (3_000, 3)
 BATCH = ROWS // BATCHES
+FOR_WORKER = ROWS // 10
 TASKS = ("before-staging", "half-staged", "staged")
 COMMITS = ("before-commit", "asked", "closed", "decided", "half-published", "published")
 GROUP = ("drawn", "noted", "before-ack", "acknowledged")
@@ -37,8 +38,8 @@ note, as their reply is lost.
 
 
 @contextmanager
-def worker(url: str) -> Iterator[list[int]]:
-    """An ordinary worker of the group, slow enough to leave most to the query."""
+def worker(url: str, query_ended: threading.Event) -> Iterator[list[int]]:
+    """An ordinary worker of the group: reads a few entries a second, and leaves most to the query until that has ended."""
     done: list[int] = []
     stopping = threading.Event()
 
@@ -46,7 +47,9 @@ def worker(url: str) -> Iterator[list[int]]:
         with Client(url) as client:
             while True:
                 read = ("XREADGROUP", "GROUP", "g", "plain", "COUNT", 5, "STREAMS", "shared", ">")
-                for _, entries in client.execute(*read) or ():
+                for _, entries in (
+                    client.execute(*read) if len(done) < FOR_WORKER or query_ended.is_set() else ()
+                ) or ():
                     done.extend(int(pairs[1]) for _, pairs in entries)
                     client.execute("XACK", "shared", "g", *(entry_id for entry_id, _ in entries))
                 if stopping.wait(1):
@@ -76,7 +79,8 @@ def test_kills_of_sources_tasks_commits_and_drivers_publish_each_row_once_and_in
         group = Group(client, "shared", "g")
         group.create()
         copying = Copying(server.url, tmp_path)
-        with worker(server.url) as done:
+        query_ended = threading.Event()
+        with worker(server.url, query_ended) as done:
             eventually(lambda: done, "the worker's first entries")
             for point in DRIVERS:
                 copying.arm(point, "driver")
@@ -85,6 +89,7 @@ def test_kills_of_sources_tasks_commits_and_drivers_publish_each_row_once_and_in
             for point in PROCESSES:
                 copying.arm(point, "process")
             assert copying.run(BATCH) == 0, copying.output()
+            query_ended.set()
             eventually(lambda: is_over(group), "the end of what the worker and the query have left")
         assert Counter(copying.hits()) == Counter((*DRIVERS, *PROCESSES)), copying.output()
         with capsys.disabled():
