@@ -5,7 +5,10 @@ No other module checks for a version, or uses the Java side of a session.
 `docs/spark-versions.md` lists for users what each version lacks.
 """
 
+import logging
+import socket
 import subprocess
+import sys
 from contextlib import suppress
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -15,6 +18,7 @@ from pyspark.sql import datasource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+    from socketserver import BaseServer
 
     import pyarrow as pa
     from pyspark import SparkConf
@@ -37,10 +41,12 @@ __all__ = [
     "ReadMaxRows",
     "ReadMinRows",
     "SupportsTriggerAvailableNow",
+    "accumulator_server",
     "activate",
     "arrow_schema",
     "end_java",
     "has_java",
+    "hide_closed_connections",
     "java_classes",
     "java_context",
     "java_of_failed_launch",
@@ -50,6 +56,8 @@ __all__ = [
     "spark_schema",
     "use_java",
 ]
+
+logger = logging.getLogger(__name__)
 
 SPARK_VERSION: str = pyspark.__version__
 
@@ -216,6 +224,38 @@ def end_java(within_s: float) -> int | None:
     with suppress(subprocess.TimeoutExpired):
         gateway.proc.wait(within_s)
     return gateway.proc.returncode  # type: ignore[no-any-return]
+
+
+def accumulator_server(spark: "SparkSession") -> "BaseServer | None":
+    """The server of this process to which Java sends what tasks add to accumulators."""
+    return getattr(spark.sparkContext, "_accumulatorServer", None)
+
+
+def hide_closed_connections(server: "BaseServer") -> None:
+    """Let the server of accumulators print no traceback where Java has closed a connection to it.
+
+    Java does so when a stop interrupts it, at times before it has sent anything: for PySpark that is a wrong token, or an
+    unexpected end. All other errors are printed as before (`socketserver.BaseServer.handle_error`).
+    """
+    print_error = server.handle_error
+
+    def handle_error(request: Any, client_address: Any) -> None:
+        if _is_closed(request):
+            logger.debug("Java has closed its connection for accumulators: %r", sys.exc_info()[1])
+        else:
+            print_error(request, client_address)
+
+    server.handle_error = handle_error  # type: ignore[method-assign]
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    """Whether the other end has closed the connection, and nothing of it is left to read."""
+    try:
+        return connection.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def java_classes(spark: "SparkSession") -> Any:

@@ -27,8 +27,10 @@ from millstream.spark.run.spark_home import WRITE_ARCHIVE, archive_options, use_
 from millstream.spark.versions import (
     LOCAL_CHECKPOINTS,
     SETTINGS,
+    accumulator_server,
     activate,
     has_java,
+    hide_closed_connections,
     java_classes,
     java_context,
     java_of_failed_launch,
@@ -142,7 +144,10 @@ def open_session(
     if not has_java():
         _start_java(whole)
     try:
-        return SparkSession.builder.config(conf=whole).getOrCreate()
+        spark = SparkSession.builder.config(conf=whole).getOrCreate()
+        if (server := accumulator_server(spark)) is not None:
+            hide_closed_connections(server)
+        return spark
     except (PySparkException, Py4JError, ValueError, OSError) as error:
         has_answered = isinstance(error, PySparkException | Py4JJavaError | ValueError)
         if not has_answered and _was_killed(java_process()):
