@@ -15,6 +15,7 @@ from millstream.spark.key_blocks import unpack_block
 from millstream.spark.source import provider as source
 from millstream.spark.source.options import parse
 from millstream.spark.source.schema import default_schema
+from millstream.spark.versions import HAS_FILTERS
 from tests.support.sources import Bench
 
 pytestmark = [pytest.mark.spark]
@@ -65,7 +66,8 @@ def test_a_frame_keeps_the_entries_that_its_first_action_has_planned(bench: Benc
     bench.add("in", 1)
     assert frame.count() == 3
     bench.add("in", 1)
-    assert (frame.count(), len(frame.collect()), frame.select("id").count()) == (3, 3, 3)
+    found = 3 if HAS_FILTERS else 4  # 4.0 plans each action anew
+    assert (frame.count(), len(frame.collect()), frame.select("id").count()) == (found, found, found)
     assert bench.read("in").count() == 4
 
 
