@@ -128,12 +128,13 @@ def commit_states(client: Client, at_ms: Sequence[int], *, ttl_ms: int | None = 
 
     `at_ms`: so many ms after the state was set. The clock of the server could advance between the commands of a commit.
     """
-    one = unit(0), unit(1), unit(2)
+    units = unit(0), unit(1), unit(2)
     if changing:
-        one[-1].state_field, one[-1].state = b"a", encode_state(State(n=2))
+        units[-1].state_field, units[-1].state = b"a", encode_state(State(n=2))
     store = CommitStore(client, app=APP, handler=CASE.name, into=CASE.into, state_ttl_ms=ttl_ms)
-    store.commit({CASE.stream: one})
-    set_ms = (state_expiry(client, CASE.keys, b"a") or server_time_ms(client) + HOUR_MS) - HOUR_MS
+    store.commit({CASE.stream: units})
+    expires_ms = state_expiry(client, CASE.keys, b"a")
+    set_ms = server_time_ms(client) if expires_ms is None else expires_ms - HOUR_MS
     for n, after_ms in enumerate(at_ms):
         client.execute("XADD", CASE.into, f"{set_ms + after_ms}-{n}", "k", "a", "n", n)
 

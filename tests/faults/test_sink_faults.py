@@ -47,9 +47,8 @@ def worker(url: str, query_ended: threading.Event) -> Iterator[list[int]]:
         with Client(url) as client:
             while True:
                 read = ("XREADGROUP", "GROUP", "g", "plain", "COUNT", 5, "STREAMS", "shared", ">")
-                for _, entries in (
-                    client.execute(*read) if len(done) < FOR_WORKER or query_ended.is_set() else ()
-                ) or ():
+                may_read = len(done) < FOR_WORKER or query_ended.is_set()
+                for _, entries in (may_read and client.execute(*read)) or ():
                     done.extend(int(pairs[1]) for _, pairs in entries)
                     client.execute("XACK", "shared", "g", *(entry_id for entry_id, _ in entries))
                 if stopping.wait(1):
